@@ -18,9 +18,8 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.model.weights import initial_weights
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import update_weights
+from picotron.optimizer.optimizer import make_optimizer, update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.process_group_manager import setup_process_group_manager

@@ -16,9 +16,8 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
 from picotron.parallelize import build_model, unwrap
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.process_group_manager import setup_process_group_manager

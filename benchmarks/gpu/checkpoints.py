@@ -16,7 +16,7 @@ from conformance.training import device_of, train_steps, wrapped
 from picotron.config import Config
 from picotron.data.loader import data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.optimizer import make_optimizer
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint

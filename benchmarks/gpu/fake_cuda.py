@@ -43,9 +43,8 @@ from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import rope_frequencies
 from picotron.model.placement import Index
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import AdamW
+from picotron.optimizer.optimizer import AdamW, make_optimizer
 from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.pipeline_parallel.train_step import Step
 from picotron.run.metrics import Metrics

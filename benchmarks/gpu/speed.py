@@ -24,9 +24,8 @@ from picotron.data.rows import TextRows
 from picotron.model.flops import model_cost
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.config_reader import parse_config

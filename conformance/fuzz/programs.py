@@ -19,8 +19,7 @@ from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.optimizer.bfloat16_states import make_optimizer
-from picotron.optimizer.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer.optimizer import AdamW, clip_grad_norm, make_optimizer
 from picotron.process_group_manager import setup_process_group_manager
 
 Case = dict[str, Any]

@@ -26,9 +26,8 @@ from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_t
 from picotron.data.token_files import load_token_files
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import clip_grad_norm
+from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run import layout_checks

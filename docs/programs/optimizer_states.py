@@ -22,9 +22,9 @@ from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights, materialise
 from picotron.optimizer import bfloat16_states
-from picotron.optimizer.bfloat16_states import Elements, make_optimizer, random_bits, round_stochastically
+from picotron.optimizer.bfloat16_states import Elements, random_bits, round_stochastically
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import update_weights
+from picotron.optimizer.optimizer import make_optimizer, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.config_reader import parse_config
 from picotron.run.model_config import load_model_config

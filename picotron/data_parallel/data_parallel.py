@@ -8,7 +8,7 @@ all ranks hold the same optimizer state, which `zero1` shards over them.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from picotron.collectives import accumulation_dtype, all_reduce, check_equal
 from picotron.console import UserError
 from picotron.data_parallel.wrappers import check_not_wrapped, check_optimizer, wrapper_by_parameter, zero_gradients
 from picotron.model.placement import place, placement, set_main_grad, sum_partial_gradients
-
-Update = Callable[[list[nn.Parameter]], None]
 
 
 class Bucket:
@@ -269,9 +267,9 @@ class DataParallel(nn.Module):
                     f"wrapped and the optimizer is made"
                 )
 
-    def update_in_parts(self, update: Update) -> None:
-        """Call the optimizer's `update` with all parameters; here, in one part. `AdamW.step` calls this."""
-        update(list(self.parameters()))
+    def parts(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters that `AdamW.step` updates together; here, all of them."""
+        yield list(self.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero, wherever they are: also those of a step that was given up, whose reductions may

@@ -20,6 +20,7 @@ would have to send its gradients.
 """
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
-from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, Update, make_buckets
+from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
 from picotron.data_parallel.wrappers import check_not_replaced
 from picotron.model.placement import OwnedSlice, place, placement, set_main_grad
 
@@ -89,16 +90,15 @@ class DataParallelZero1(DataParallelBucket):
         ]
         return [bucket for run in runs for bucket in make_buckets(run, group, self.bucket_mb, SlicedBucket)]
 
-    def update_in_parts(self, update: Update) -> None:
-        """Update the slices of one bucket after the other: while the next ones are computed, the new weights are on
+    def parts(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters of one bucket after the other: while the next ones are updated, the new weights are on
         their way to the other ranks.
         """
-        for previous, bucket in itertools.pairwise([None, *self.buckets]):
-            assert isinstance(bucket, SlicedBucket)
-            check_not_replaced(bucket.parameters, bucket.weights, self.names)
-            update(bucket.parameters)
-            bucket.start_gather()
+        for previous, bucket in itertools.pairwise([None, *self.buckets, None]):
+            if bucket is not None:
+                assert isinstance(bucket, SlicedBucket)
+                check_not_replaced(bucket.parameters, bucket.weights, self.names)
+                yield bucket.parameters
+                bucket.start_gather()
             if previous is not None:  # so at most two are on their way, of which gloo holds copies
                 previous.wait()
-        for bucket in self.buckets[-1:]:
-            bucket.wait()

@@ -39,7 +39,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ from picotron.collectives import (
     start_reduce_to_slices,
 )
 from picotron.console import UserError
-from picotron.data_parallel.data_parallel import Bucket, DataParallel, Update
+from picotron.data_parallel.data_parallel import Bucket, DataParallel
 from picotron.data_parallel.wrappers import check_not_replaced
 from picotron.data_parallel.zero1 import divide
 from picotron.model.placement import placement
@@ -366,8 +366,8 @@ class DataParallelZero3(DataParallel):
         self._finish_reduction()
         super().finish_grad_sync()
 
-    def update_in_parts(self, update: Update) -> None:
-        """Update all slices.
+    def parts(self) -> Iterator[list[nn.Parameter]]:
+        """Yield all parameters, of which this rank updates its slices.
 
         Raises:
             UserError: a gradient is NaN. (Not on a GPU, for which the CPU would have to wait.)
@@ -381,7 +381,7 @@ class DataParallelZero3(DataParallel):
                     "gradients are NaN. If they are not with another dp_engine, a weight was read outside of the module that "
                     "holds it, where ZeRO-3 has freed it: read it in that module's forward, or use zero1"
                 )
-        super().update_in_parts(update)
+        yield from super().parts()
         for unit in self.units:
             unit.free()  # its full weights are the old ones
 

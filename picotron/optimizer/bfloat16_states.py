@@ -20,19 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from picotron.config import Config, Training
+from picotron.config import Training
 from picotron.model.placement import main_grad, placement
 from picotron.optimizer.optimizer import AdamW
 
 CHUNK = 2**22  # elements that are updated at a time, so that temporary tensors stay small
-
-
-def make_optimizer(model: nn.Module, config: Config) -> AdamW:
-    """Return the optimizer that a config asks for. Arguments: see `AdamW`."""
-    training, fused = config.training, config.model.use_fused_adam
-    if training.optimizer_states == "float32":
-        return AdamW(model, training, fused)
-    return BFloat16AdamW(model, training, fused)
 
 
 class BFloat16AdamW(AdamW):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
-from picotron.config import Training
+from picotron.config import Config, Training
 from picotron.console import UserError
 from picotron.data_parallel.wrappers import complete_gradients, wrappers_of
 from picotron.model.placement import main_grad, owned_weight, placement, scale_gradients
@@ -82,7 +82,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights. A `DataParallel` decides in how many parts.
+        """Update all weights, in the parts of a `DataParallel`.
 
         Raises:
             UserError: the wrapper has been closed, or the data of a parameter were replaced with ZeRO.
@@ -94,7 +94,8 @@ class AdamW(torch.optim.AdamW):
             )
         complete_gradients(self.model)
         for wrapper in self.wrappers:
-            wrapper.update_in_parts(self.update)
+            for part in wrapper.parts():
+                self.update(part)
         if not self.wrappers:
             self.update(list(self.masters))
 
@@ -183,6 +184,16 @@ class AdamW(torch.optim.AdamW):
             wrapper.zero_grad()
         for parameter in () if self.wrappers else self.masters:
             main_grad(parameter).zero_()
+
+
+def make_optimizer(model: nn.Module, config: Config) -> AdamW:
+    """Return the optimizer that a config asks for. Arguments: see `AdamW`."""
+    training, fused = config.training, config.model.use_fused_adam
+    if training.optimizer_states == "float32":
+        return AdamW(model, training, fused)
+    from picotron.optimizer.bfloat16_states import BFloat16AdamW  # a variant, which no other run needs
+
+    return BFloat16AdamW(model, training, fused)
 
 
 @torch.no_grad()

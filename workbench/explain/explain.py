@@ -33,8 +33,7 @@ from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.placement import Index
-from picotron.optimizer.bfloat16_states import make_optimizer
-from picotron.optimizer.optimizer import update_weights
+from picotron.optimizer.optimizer import make_optimizer, update_weights
 from picotron.parallelize import build_model, unwrap
 from picotron.run.metrics import global_mean, max_over_ranks
 from picotron.run.model_config import load_model_config

@@ -28,9 +28,8 @@ from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_o
 from picotron.data.rows import Rows
 from picotron.data.token_files import has_token_files, load_token_files
 from picotron.model.weights import initial_weights
-from picotron.optimizer.bfloat16_states import make_optimizer
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import update_weights
+from picotron.optimizer.optimizer import make_optimizer, update_weights
 from picotron.parallelize import build_model, build_stage, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint

@@ -14,7 +14,8 @@ from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import Index, main_grad, placement, set_main_grad
 from picotron.model.weights import copy_part
-from picotron.optimizer.bfloat16_states import BFloat16AdamW, make_optimizer, random_bits, round_stochastically
+from picotron.optimizer.bfloat16_states import BFloat16AdamW, random_bits, round_stochastically
+from picotron.optimizer.optimizer import make_optimizer
 from picotron.parallelize import build_model, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run, run_config

@@ -16,7 +16,7 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
-from picotron.optimizer.bfloat16_states import make_optimizer
+from picotron.optimizer.optimizer import make_optimizer
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.explain import bytes_held
