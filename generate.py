@@ -103,7 +103,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
             f"some ranks read {names[0]} and others {other}, because a run is writing checkpoints; name one of them"
         )
     weights = Checkpoint(folder, weights_only=True).weights()
-    stage: Any = build_stage(config, model_config, plan, device, model_config.dtype, weights)
+    stage: Any = build_stage(config, model_config, plan.wrap, device, model_config.dtype, weights)
     return stage
 
 

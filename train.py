@@ -8,20 +8,32 @@ import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
 # isort: split
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
+from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
 from picotron.optimizer.learning_rate import make_scheduler
 from picotron.optimizer.optimizer import make_optimizer, update_weights
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.plan import PipelinePlan
+from picotron.pipeline_parallel.pipeline_parallel import (
+    PipelineParallel,
+    evaluate_pipeline,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
+from picotron.pipeline_parallel.stages import format_stages, plan_stages
+from picotron.pipeline_parallel.train_step import Step, train_step
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import find_checkpoint
 from picotron.run.checkpoint.writer import CheckpointWriter
@@ -40,15 +52,36 @@ from picotron.run.progress import Progress
 from picotron.run.run_folder import begin_run, claim_save_dir
 
 
-def check(config: Config) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check(config: Config) -> tuple[PreTrainedConfig, Any]:
     """Check that the model, the layout and the processes fit together. Returns the model's config, and the plan of the
-    pipeline: AFAB or 1F1B with one stage on each rank, unless the config asks for what only the workbench has.
+    pipeline, if only the workbench can run it: it is neither AFAB nor 1F1B, or has other stages than one on each rank.
     """
     if config.needs_workbench:
         from workbench.pipelines.engine import plan_pipeline
 
         return check_run(config, plan_pipeline)
-    return check_run(config)
+    return check_run(config)[0], None
+
+
+def make_pipeline(
+    config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[Llama], PipelineParallel], Step, Step]:
+    """Make a pipeline with one stage on each pp rank, which may be the only one.
+
+    Returns:
+        The function that keeps this rank's layers of a Llama, the training step, and the evaluation.
+    """
+    layout, training, stages = config.distributed, config.training, plan_stages(config, model_config)
+    shards = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+    shape = training.micro_batch_size, training.seq_length // shards, model_config.hidden_size
+    hidden_states: dict[str, Any] = {"tensor_shapes": shape, "device": device, "dtype": dtype}
+    if layout.pp_size == 1:
+        step = partial(train_step, device=device)
+    else:
+        loops = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+        step = partial(loops[layout.pp_engine], **hidden_states)
+    pipeline = partial(PipelineParallel, stage=stages[pgm.process_group_manager.pp_rank])
+    return pipeline, step, partial(evaluate_pipeline, **hidden_states)
 
 
 def main() -> None:
@@ -68,10 +101,8 @@ def main() -> None:
     device = set_up_device(config)
 
     # Process groups of the layout.
-    init_process_group(config, device, model_config, plan.identity)
+    init_process_group(config, device, model_config, plan and plan.identity)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    if layout.pp_size > 1:
-        logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", plan)
 
     # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
@@ -91,9 +122,18 @@ def main() -> None:
         eval_loader = MicroBatchDataLoader(eval_rows, config, device, shuffle=False, batches=training.eval_steps)
         evaluated = targets_and_bytes(eval_rows, tokenizer)
 
+    # The pipeline: the function that keeps this rank's layers of the model, the training step and the evaluation.
+    if plan:
+        pipeline, (step, evaluate) = plan.wrap, plan.make_steps(config, model_config, device, dtype, progress.step)
+    else:
+        pipeline, step, evaluate = make_pipeline(config, model_config, device, dtype)
+    if layout.pp_size > 1:
+        table = plan or format_stages(plan_stages(config, model_config), range(layout.pp_size))
+        logging.getLogger("picotron").info("the pp ranks of the pipeline:\n%s", table)
+
     # This rank's part of the model, with the four parallelisms applied, and its optimizer.
     weights = checkpoint.weights() if checkpoint else initial_weights(model_config, training.seed)
-    model = build_model(config, model_config, plan, device, dtype, weights)
+    model = build_model(config, model_config, pipeline, device, dtype, weights)
     optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, unwrap(model))
@@ -102,19 +142,20 @@ def main() -> None:
     # Outputs. Files of an earlier run are archived, except those up to the step from which this run resumes.
     resumed = checkpoint.state_in(config.checkpoint.save_dir) if checkpoint else None
     dist.barrier()  # no rank still reads the files of an earlier run
-    records = begin_run(config, resumed.step if resumed else None, plan.searched) if dist.get_rank() == 0 else []
+    records = (
+        begin_run(config, resumed.step if resumed else None, plan and plan.searched) if dist.get_rank() == 0 else []
+    )
     metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
     writer = CheckpointWriter(
         config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id
     )
 
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
-    train_step, evaluate = plan.make_steps(config, model_config, device, dtype, progress.step)
     signals, stop = StopSignals(), 0
     with writer:
         while not stop and not progress.is_end(training):
             metrics.start_step()
-            loss = train_step(model, data_loader)
+            loss = step(model, data_loader)
             learning_rate = float(scheduler.get_last_lr()[0])
             grad_norm = update_weights(model, optimizer, training.max_grad_norm)
             scheduler.step()

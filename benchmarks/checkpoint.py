@@ -62,7 +62,7 @@ class Run:
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
         dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)
-        self.model = build_model(config, MODEL, plan, self.device, dtype, initial_weights(MODEL, 0))
+        self.model = build_model(config, MODEL, plan.wrap, self.device, dtype, initial_weights(MODEL, 0))
         self.llama = unwrap(self.model)
         self.optimizer = AdamW(self.model, config.training, fused=True)
         self.loader = loader_of(config, self.device)

@@ -149,18 +149,19 @@ def activation_bytes(cp: int, engine: str) -> tuple[int, int, int]:
         with torch.device("meta"):
             llama = Llama(config)
         layer = llama.model.layers["0"].to_empty(device="cpu")
-        layer.self_attn.attention_fn = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
+        attend = attend_across_ranks(layout, fused_attention) if cp > 1 else fused_attention
         for parameter in layer.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         angle = torch.zeros(1, length, 1, config.head_dim // 2)
         with LiveBytes() as live:
-            y = layer(torch.zeros(1, length, config.hidden_size, requires_grad=True), angle.cos(), angle.sin())
+            x = torch.zeros(1, length, config.hidden_size, requires_grad=True)
+            y = layer(x, angle.cos(), angle.sin(), attend)
             kept = live.now
             y.backward(torch.zeros_like(y))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         q, k, v = (torch.zeros(1, n, length, config.head_dim, requires_grad=True) for n in heads)
         with LiveBytes() as attention:
-            y = layer.self_attn.attention_fn(q, k, v)
+            y = attend(q, k, v)
             y.backward(torch.zeros_like(y))
     return kept, live.peak, attention.peak
 

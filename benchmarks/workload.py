@@ -104,7 +104,7 @@ def model_of(
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = initial_weights(shape, config.training.seed)
     with mock.patch("picotron.parallelize.DataParallelBucket", wrapper):
-        return build_model(config, shape, plan_pipeline(config, shape), device, dtype, weights)
+        return build_model(config, shape, plan_pipeline(config, shape).wrap, device, dtype, weights)
 
 
 def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> LlamaStages:

@@ -15,15 +15,18 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, placement
 from picotron.optimizer.learning_rate import make_scheduler
 from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
 from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.train_step import Step
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import Checkpoint
 from picotron.run.checkpoint.writer import CheckpointWriter
 from picotron.run.progress import Progress
+from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
 
@@ -55,23 +58,27 @@ def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any
 # --------------------------------------------------------------------------------------------------- a rank's shard
 
 
-def plan_of(config: Config, model_config: PreTrainedConfig) -> PipelinePlan:
-    """Plan the pipeline as train.py does."""
-    return (plan_pipeline if config.needs_workbench else plan_stages)(config, model_config)
+def pipeline_of(
+    config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[Llama], PipelineParallel], Step, Step]:
+    """Make the pipeline as train.py does, see `make_pipeline`. The process groups must exist."""
+    if not config.needs_workbench:
+        return make_pipeline(config, model_config, device, dtype)
+    plan = plan_pipeline(config, model_config)
+    return plan.wrap, *plan.make_steps(config, model_config, device, dtype)
 
 
 def wrapped(
-    config: Config,
-    model_config: PreTrainedConfig,
-    dtype: torch.dtype = torch.float64,
-    plan_pipeline: Callable[[Config, PreTrainedConfig], PipelinePlan] = plan_pipeline,
+    config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64, as_train: bool = False
 ) -> DataParallel:
-    """Build this rank's shard of the model, by default as programs with their own loops do."""
+    """Build this rank's shard of the model as programs with their own loops do, or as train.py does."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = drawn_weights(model_config, config.training.seed)
-    plan, device = plan_pipeline(config, model_config), device_of(config)
-    return build_model(config, model_config, plan, device, dtype, weights)
+    device, pipeline = device_of(config), plan_pipeline(config, model_config).wrap
+    if as_train:
+        pipeline, _, _ = pipeline_of(config, model_config, device, dtype)
+    return build_model(config, model_config, pipeline, device, dtype, weights)
 
 
 def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:
@@ -139,7 +146,7 @@ def train_steps(
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
     dtype = getattr(torch, config.model.dtype)
-    take_step, _ = plan_of(config, model_config).make_steps(config, model_config, device_of(config), dtype)
+    _, take_step, _ = pipeline_of(config, model_config, device_of(config), dtype)
     optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
@@ -171,7 +178,7 @@ def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
 
     Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
     """
-    model = wrapped(config, model_config, getattr(torch, config.model.dtype), plan_of)
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype), as_train=True)
     llama = model.module.module
     losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
     return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}

@@ -11,22 +11,17 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
-from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.cross_entropy import chunk_loss
-from picotron.model.float8 import Float8Products, float8_product, use_float8
 from picotron.model.llama import Llama, fused_attention, math_attention
-from picotron.model.recompute import recompute_cheap_results
 from picotron.model.weights import ReadTensor, materialise, read_owned_weights
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.plan import PipelinePlan
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 
 
 def build_stage(
     config: Config,
     model_config: PreTrainedConfig,
-    plan: PipelinePlan,
+    pipeline: Callable[[Llama], PipelineParallel],
     device: torch.device,
     dtype: torch.dtype,
     weights: ReadTensor | None,
@@ -37,7 +32,7 @@ def build_stage(
     of other ranks are removed there. So a rank never allocates more than its own part.
 
     Args:
-        plan: see `layout_checks.check_layout`.
+        pipeline: function that keeps this rank's part of the layers, such as `partial(PipelineParallel, stage=stage)`.
         weights: function that reads the weights, or None, see `materialise`.
     """
     attention_fn = fused_attention if config.model.use_flash_attention else math_attention
@@ -45,10 +40,12 @@ def build_stage(
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
-        stage = plan.wrap(llama)  # removes other stages' layers
-        apply_context_parallel(stage, config.distributed)  # swaps the attention function
+        apply_context_parallel(llama, config.distributed)  # swaps the attention function
+        stage = pipeline(llama)  # removes other stages' layers
     if config.training.activation_checkpointing == "selective":
-        recompute_cheap_results(llama, config.distributed.tp_size > 1 or plan.splits_backward)
+        from picotron.model.recompute import recompute_cheap_results
+
+        recompute_cheap_results(llama, config.distributed.tp_size > 1 or stage.splits_backward)
     materialise(llama, device, weights)
     return stage
 
@@ -56,7 +53,7 @@ def build_stage(
 def build_model(
     config: Config,
     model_config: PreTrainedConfig,
-    plan: PipelinePlan,
+    pipeline: Callable[[Llama], PipelineParallel],
     device: torch.device,
     dtype: torch.dtype,
     weights: ReadTensor,
@@ -65,15 +62,17 @@ def build_model(
     """Build this rank's part of a Llama, ready for a training step.
 
     Args:
-        config, model_config, plan, device, dtype, weights: see `build_stage`.
+        config, model_config, pipeline, device, dtype, weights: see `build_stage`.
         frozen: function of a parameter's name, which returns whether training leaves the parameter as it is.
     """
     layout, whole = config.distributed, config.distributed.dp_engine != "zero3"
-    stage = build_stage(config, model_config, plan, device, dtype, weights if whole else None)
+    stage = build_stage(config, model_config, pipeline, device, dtype, weights if whole else None)
     for name, parameter in unwrap(stage).named_parameters():  # before wrapping: frozen ones get no gradient buffers
         parameter.requires_grad_(not frozen(name))
     compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
     if config.model.float8:
+        from picotron.model.float8 import Float8Products, float8_product, use_float8
+
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(
                 f"model.float8=true needs a GPU with float8, such as an H100, not {torch.cuda.get_device_name(device)}; "
@@ -86,10 +85,16 @@ def build_model(
     if compiles:
         compile_model(unwrap(stage))
     if not whole:
+        from picotron.data_parallel.zero3 import DataParallelZero3
+
         model = DataParallelZero3(stage, units_of(unwrap(stage)), stage.used_twice())
         read_owned_weights(unwrap(stage), weights)
         return model
-    wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket, "zero1": DataParallelZero1}[layout.dp_engine]
+    if layout.dp_engine == "zero1":
+        from picotron.data_parallel.zero1 import DataParallelZero1
+
+        return DataParallelZero1(stage)
+    wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket}[layout.dp_engine]
     return wrap(stage)  # adds gradient buffers and hooks
 
 

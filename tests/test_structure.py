@@ -1,11 +1,15 @@
 """The rules of the code base that a program can check."""
 
 import ast
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from workbench.sweep.jobs import Job
 
 PACKAGE = sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -30,6 +34,22 @@ LAYERS = """
     workbench.sweep
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+# Other algorithms for what the book's files do, which only configs that ask for them import.
+VARIANTS = {
+    f"picotron.{name}"
+    for name in [
+        "data_parallel.zero1",
+        "data_parallel.zero3",
+        "context_parallel.all_gather",
+        "context_parallel.packed",
+        "context_parallel.ulysses",
+        "model.float8",
+        "model.packed",
+        "model.recompute",
+        "optimizer.bfloat16_states",
+        "data.samples",
+    ]
+}
 IN_TRAIN = {"workbench.prepare", "workbench.pipelines", "workbench.explain"}  # the doors from the trainer
 
 
@@ -74,6 +94,35 @@ def test_parallel_folders_do_not_import_each_other() -> None:
     for path in PACKAGE:
         if (room := room_of(path)).removeprefix("picotron.") in PARALLEL:
             assert rooms(path) & {f"picotron.{name}" for name in PARALLEL} <= {room}, path
+
+
+def test_the_book_imports_variants_only_inside_of_functions() -> None:
+    for path in [*Path("picotron").rglob("*.py"), Path("train.py")]:
+        found = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
+        if ".".join(path.with_suffix("").parts) not in VARIANTS:
+            assert not found & VARIANTS, path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, set()),
+        (
+            {"model__dtype": "bfloat16", "training__optimizer_states": "bfloat16", "distributed__dp_engine": "zero1"},
+            {"picotron.optimizer.bfloat16_states", "picotron.data_parallel.zero1"},
+        ),
+    ],
+    ids=["none", "two"],
+)
+def test_a_run_imports_the_variants_that_its_config_asks_for(
+    changes: dict[str, Any], expected: set[str], make_job: Callable[..., Job]
+) -> None:
+    job = make_job("run", training__total_train_steps=1, **changes)
+    program = "import sys, train; train.main(); print(*sys.modules)"
+    command = [sys.executable, "-c", program, "--config", str(job.config_file)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(result.stdout.splitlines()[-1].split()) & VARIANTS == expected
 
 
 def test_schedules_import_only_the_standard_library() -> None:

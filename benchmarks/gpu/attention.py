@@ -16,8 +16,8 @@ from benchmarks.gpu.report import Check, Options
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.block_attention import accumulate_gradients, blockwise_attention
 from picotron.context_parallel.positions import local_positions, visible_blocks
-from picotron.model.attention import PackedDocuments, attend_per_document
 from picotron.model.llama import fused_attention, math_attention
+from picotron.model.packed import PackedDocuments, attend_per_document
 
 CP_RANKS = 4
 HEADS = 8

@@ -42,7 +42,7 @@ def load(config: Config, model_config: LlamaConfig) -> tuple[Checkpoint, DataPar
     checkpoint = find_checkpoint(config, model_config)
     assert checkpoint is not None
     dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, model_config)
-    return checkpoint, build_model(config, model_config, plan, device_of(config), dtype, checkpoint.weights())
+    return checkpoint, build_model(config, model_config, plan.wrap, device_of(config), dtype, checkpoint.weights())
 
 
 def files_changed_by_saving_again(config: Config, model_config: LlamaConfig, tokenizer: Path) -> int:

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
+from conformance.training import pipeline_of
 from picotron import parallelize
 from picotron.config import Config
 from picotron.context_parallel.ulysses import sequence_order
@@ -45,7 +46,6 @@ from picotron.model.llama import rope_frequencies
 from picotron.model.placement import Index
 from picotron.optimizer.learning_rate import make_scheduler
 from picotron.optimizer.optimizer import AdamW, make_optimizer
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
 from picotron.pipeline_parallel.train_step import Step
 from picotron.run.metrics import Metrics
 from workbench.explain.fake_group import fake_rank
@@ -159,7 +159,6 @@ def fake_cuda_rank(
     assert not config.distributed.use_cpu
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     plan = check_layout(config, model_config)
-    run_plan: PipelinePlan = plan if config.needs_workbench else plan_stages(config, model_config)  # as in train.py
     dtype = getattr(torch, config.model.dtype)
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:
@@ -182,10 +181,10 @@ def fake_cuda_rank(
             materialise(*arguments)
 
         with mock.patch.object(parallelize, "materialise", materialise_as_fake):
-            model = parallelize.build_model(config, model_config, run_plan, DEVICE, dtype, fake_weights)
+            pipeline, train_step, evaluate = pipeline_of(config, model_config, DEVICE, dtype)
+            model = parallelize.build_model(config, model_config, pipeline, DEVICE, dtype, fake_weights)
         optimizer = make_optimizer(model, config)
         length = config.training.seq_length
-        train_step, evaluate = run_plan.make_steps(config, model_config, DEVICE, dtype)
         one_row = TextRows(np.zeros(length + 1, np.uint16), length)  # used again for every sample
         yield FakeRun(
             config=config,

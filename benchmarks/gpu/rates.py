@@ -148,7 +148,7 @@ def generation(workload: Workload, prompts: int, tokens: int) -> Rate:
     config, device = workload.config(), workload.device
     free_memory(device)
     plan = plan_pipeline(config, workload.model)
-    stage = build_model(config, workload.model, plan, device, BF16, random_weights(device)).module
+    stage = build_model(config, workload.model, plan.wrap, device, BF16, random_weights(device)).module
     ids = torch.randint(workload.model.vocab_size, (prompts, 128)).tolist()
     generate(stage, ids, Sampling(2, 0.0))
     start = time.perf_counter()

@@ -128,7 +128,7 @@ def picotron(workload: Workload, **training: Any) -> Step:
     setup_process_group_manager(1, 1, 1, 1)
     config, device, model_config, dtype = workload.config(**training), workload.device, workload.model, torch.bfloat16
     plan = plan_pipeline(config, model_config)
-    model = build_model(config, model_config, plan, device, dtype, random_weights(device))
+    model = build_model(config, model_config, plan.wrap, device, dtype, random_weights(device))
     optimizer = make_optimizer(model, config)
     scheduler, loader = make_scheduler(optimizer, config.training), workload.loader()
     train_step = make_train_step(config, plan, device, dtype)

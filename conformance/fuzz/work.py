@@ -18,12 +18,13 @@ from conformance.fuzz.losses import LOSSES, failing
 from conformance.fuzz.modules import train_stages
 from conformance.fuzz.programs import run_program
 from conformance.oracle import drawn_weights
-from conformance.training import Failure, all_stages
+from conformance.training import Failure, all_stages, pipeline_of
 from picotron import parallelize
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
 from picotron.data.token_files import load_token_files
+from picotron.data_parallel import zero1
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.optimizer.learning_rate import make_scheduler
@@ -94,8 +95,15 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         wrapper.__name__: functools.partial(wrapper, bucket_mb=case.get("bucket_mb"))
         for wrapper in (DataParallelBucket, DataParallelZero1)
     }
-    with mock.patch.multiple(parallelize, **wrappers):
-        model = parallelize.build_model(config, model_config, plan, CPU, torch.float64, weights, *early)
+    if is_own:
+        pipeline, (step, evaluate) = plan.wrap, plan.make_steps(config, model_config, CPU, torch.float64)
+    else:
+        pipeline, step, evaluate = pipeline_of(config, model_config, CPU, torch.float64)
+    with (
+        mock.patch.object(parallelize, "DataParallelBucket", wrappers["DataParallelBucket"]),
+        mock.patch.object(zero1, "DataParallelZero1", wrappers["DataParallelZero1"]),
+    ):
+        model = parallelize.build_model(config, model_config, pipeline, CPU, torch.float64, weights, *early)
     llama = unwrap(model)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(not frozen(name))
@@ -106,7 +114,6 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint)
-    step, evaluate = plan.make_steps(config, model_config, CPU, torch.float64)
 
     def give_up(how: str, batches: list[dict[str, Any]], loss_fn: Any) -> None:
         """Begin a step, and give it up: complete, before its reduction, or in its last micro-batch."""

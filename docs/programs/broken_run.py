@@ -98,7 +98,7 @@ def lossy_start_message() -> Callable[..., list[dist.Work]]:
     return start
 
 
-STEP = "picotron.pipeline_parallel.plan.train_step"
+STEP = "train.train_step"
 
 
 class Broken(NamedTuple):

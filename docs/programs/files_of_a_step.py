@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import train
-from picotron.pipeline_parallel.plan import PipelinePlan
 
 IMPORTED = [Path(str(module.__file__)) for module in sys.modules.values() if getattr(module, "__file__", None)]
 
@@ -20,19 +19,19 @@ IMPORTED = [Path(str(module.__file__)) for module in sys.modules.values() if get
 def main() -> None:
     """Train for three steps on one process, and watch the calls of the second one."""
     root, used, steps = Path.cwd(), set[Path](), iter(range(3))
-    make_steps: Any = PipelinePlan.make_steps
+    make_pipeline: Any = train.make_pipeline
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         used.add(Path(frame.f_code.co_filename))
 
     def watched(*arguments: Any) -> Any:
-        step, evaluate = make_steps(*arguments)
+        pipeline, step, evaluate = make_pipeline(*arguments)
 
         def run(*inputs: Any) -> Any:
             sys.setprofile(note if next(steps) == 1 else None)  # until the third step begins
             return step(*inputs)
 
-        return run, evaluate
+        return pipeline, run, evaluate
 
     files = {
         floor: [path for path in (root / floor).rglob("*.py") if path.name != "__init__.py"]
@@ -46,7 +45,7 @@ def main() -> None:
         )
     sys.argv = ["train.py", "--config", "docs/small.json", "--training.total_train_steps", "3"]
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with mock.patch.object(PipelinePlan, "make_steps", watched), quiet[0], quiet[1]:
+    with mock.patch.object(train, "make_pipeline", watched), quiet[0], quiet[1]:
         train.main()
     print("a step runs:")
     print(*sorted(str(path.relative_to(root / "picotron")) for path in used & set(files["picotron"])), sep="\n")

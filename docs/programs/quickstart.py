@@ -38,7 +38,7 @@ def model_of(config: Config, dtype: torch.dtype = torch.float32) -> DataParallel
     """Build this rank's part of the model, as train.py does."""
     model_config = load_model_config(config.model)
     weights = initial_weights(model_config, config.training.seed)
-    return build_model(config, model_config, plan_pipeline(config, model_config), CPU, dtype, weights)
+    return build_model(config, model_config, plan_pipeline(config, model_config).wrap, CPU, dtype, weights)
 
 
 def stage_of(config: Config) -> LlamaStages:

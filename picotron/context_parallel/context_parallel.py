@@ -27,22 +27,21 @@ In the shapes below, H and K count the heads of a tp rank.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.config import Distributed
-from picotron.context_parallel.all_gather import AllGatherAttention
 from picotron.context_parallel.block_attention import accumulate_gradients, blockwise_attention
 from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.context_parallel.packed import packed_blocks
 from picotron.context_parallel.positions import BlocksOf, visible_blocks
-from picotron.context_parallel.ulysses import ulysses_attention
-from picotron.model.attention import PackedDocuments
-from picotron.model.llama import Attention, AttentionFn
+from picotron.model.llama import AttentionFn, Llama
+
+if TYPE_CHECKING:
+    from picotron.model.packed import PackedDocuments
 
 
 class RingAttention(torch.autograd.Function):
@@ -74,15 +73,12 @@ class RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def apply_context_parallel(model: nn.Module, layout: Distributed) -> None:
-    """Let the attention layers of `model`, whose input is a shard of the sequence, attend to the full sequence."""
-    if pgm.process_group_manager.cp_world_size == 1:
-        return
-    for module in model.modules():
-        if isinstance(module, Attention):
-            # torch.compile cannot overlap the messages and does not know the kernels. The rest of a layer is compiled.
-            module.attention_fn = torch.compiler.disable(attend_across_ranks(layout, module.attention_fn))
-            module.cp_sharding = layout.cp_sharding  # type: ignore[assignment]  # of batches that programs split
+def apply_context_parallel(model: Llama, layout: Distributed) -> None:
+    """Let a Llama whose input is a shard of the sequence attend to the full sequence."""
+    if pgm.process_group_manager.cp_world_size > 1:
+        # torch.compile cannot overlap the messages and does not know the kernels. The rest of a layer is compiled.
+        model.attention_fn = torch.compiler.disable(attend_across_ranks(layout, model.attention_fn))
+        model.cp_sharding = layout.cp_sharding
 
 
 def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> AttentionFn:
@@ -92,12 +88,20 @@ def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> Atten
         attention_fn: attention to a full sequence, which ulysses calls.
     """
     if layout.cp_engine == "ulysses":
-        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attention_fn=attention_fn)
-    function = {"ring": RingAttention, "all_gather": AllGatherAttention}[layout.cp_engine]
+        from picotron.context_parallel.ulysses import ulysses_attention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attention_fn=attention_fn)
+    function: type[torch.autograd.Function] = RingAttention
+    if layout.cp_engine == "all_gather":
+        from picotron.context_parallel.all_gather import AllGatherAttention
+
+        function = AllGatherAttention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
         blocks_of = functools.partial(visible_blocks, sharding=layout.cp_sharding)
         if documents is not None:
+            from picotron.context_parallel.packed import packed_blocks
+
             blocks_of = functools.partial(packed_blocks, sharding=layout.cp_sharding, documents=documents)
         return function.apply(q, k, v, blocks_of)
 

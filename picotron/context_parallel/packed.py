@@ -1,11 +1,11 @@
-"""Context parallelism in rows that hold several documents, see `model.attention`."""
+"""Context parallelism in rows that hold several documents, see `model.packed`."""
 
 import functools
 from itertools import pairwise
 
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.positions import Block, local_chunks, visible_blocks
-from picotron.model.attention import PackedDocuments
+from picotron.model.packed import PackedDocuments
 
 
 def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocuments) -> list[Block]:

@@ -1,7 +1,7 @@
 """Ulysses (Jacobs et al. 2023, arXiv:2309.14509): context parallelism that shards the heads during attention."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.positions import local_positions
-from picotron.model.attention import PackedDocuments
 from picotron.model.llama import AttentionFn
+
+if TYPE_CHECKING:
+    from picotron.model.packed import PackedDocuments
 
 HEADS, SEQUENCE = 1, 2  # dimensions of q, k and v, (B, H, T, d)
 
@@ -38,7 +40,7 @@ def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: PackedDocuments | None = None,
+    documents: "PackedDocuments | None" = None,
     *,
     sharding: str,
     attention_fn: AttentionFn,

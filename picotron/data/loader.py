@@ -21,7 +21,6 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
 from picotron.data.rows import Rows, Samples, Text, TextRows
-from picotron.data.samples import pack_samples
 from picotron.data.workers import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
@@ -60,6 +59,8 @@ def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
         size, change = f"{len(data.tokens):,} tokens", "a shorter seq_length"
         summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
     else:
+        from picotron.data.samples import pack_samples
+
         drops_long = config.dataset.long_samples == "drop"
         packed = pack_samples(data, length, evaluated, drops_long, config.dataset.masks_documents)
         training, evaluation = packed.training, packed.evaluation

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from picotron.collectives import accumulation_dtype
-from picotron.model.attention import PackedDocuments, attend_per_document, packed_attention
 from picotron.model.cross_entropy import (
     ChunkLoss,
     VocabularyShard,
@@ -33,17 +32,21 @@ from picotron.model.linear import Linear
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-AttentionFn = Callable[[Tensor, Tensor, Tensor, PackedDocuments | None], Tensor]
+    from picotron.model.packed import PackedDocuments
+
+AttentionFn = Callable[..., Tensor]  # of q, k, v and, in rows of several documents, of a `PackedDocuments`
 LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
     """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel, within each document if
     rows hold several `documents`.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
     if documents is not None:
+        from picotron.model.packed import packed_attention
+
         return packed_attention(q, k, v, documents, fused_attention)
     if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Only the flash kernels read shared k/v heads in place, and on GPUs they support half-precision dtypes only.
@@ -51,9 +54,11 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments 
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
     """Compute `fused_attention` with plain matmul and softmax, which keep the scores (B, H, T, T) in memory."""
     if documents is not None:
+        from picotron.model.packed import attend_per_document
+
         return attend_per_document(q, k, v, documents, math_attention)
     with sdpa_kernel(SDPBackend.MATH):
         return fused_attention(q, k, v)
@@ -123,10 +128,9 @@ class HeadNorm(RMSNorm):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
-    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
+    def __init__(self, config: "PreTrainedConfig", layer: int = 0) -> None:
         super().__init__()
         differs, self.head_dim = differences(config), head_size(config)
-        self.attention_fn = attention_fn
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, queries, differs.qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
@@ -141,10 +145,10 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(queries, config.rms_norm_eps)
             self.k_norm = RMSNorm(keys, config.rms_norm_eps)
         self.rotates = layer not in differs.unrotated
-        multiplier = differs.attention_multiplier  # of the scores, which `attention_fn` divides by sqrt(d)
+        multiplier = differs.attention_multiplier  # of the scores, which `attend` divides by sqrt(d)
         self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(self.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn = fused_attention) -> Tensor:
         B = x.size(0)
         q, k, v = self.q_proj.together(x, self.k_proj, self.v_proj)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -157,7 +161,7 @@ class Attention(nn.Module):
         if self.query_scale != 1:
             q = q * self.query_scale
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, d), (B, K, T, d)
-        y = self.attention_fn(q, k, v, documents)
+        y = attend(q, k, v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -196,17 +200,17 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
+    def __init__(self, config: "PreTrainedConfig", layer: int = 0) -> None:
         super().__init__()
         offset = differences(config).norm_offset
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
-        self.self_attn = Attention(config, attention_fn, layer)
+        self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
         self.mlp = MLP(config)
         self.residual_multiplier = differences(config).residual_multiplier
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        y = self.self_attn(self.input_layernorm(x), cos, sin, documents)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn = fused_attention) -> Tensor:
+        y = self.self_attn(self.input_layernorm(x), cos, sin, attend)
         x = torch.add(x, y, alpha=self.residual_multiplier)
         y = self.mlp(self.post_attention_layernorm(x))
         return torch.add(x, y, alpha=self.residual_multiplier)
@@ -215,15 +219,15 @@ class DecoderLayer(nn.Module):
 class PostNormLayer(nn.Module):
     """A decoder layer that normalises the outputs of attention and MLP, instead of their inputs (OLMo 2)."""
 
-    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn, layer: int = 0) -> None:
+    def __init__(self, config: "PreTrainedConfig", layer: int = 0) -> None:
         super().__init__()
-        self.self_attn = Attention(config, attention_fn, layer)
+        self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, documents))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn = fused_attention) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, attend))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
 
@@ -261,12 +265,12 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The module that transformers calls `model`; it exists for the names of the parameters."""
 
-    def __init__(self, config: "PreTrainedConfig", attention_fn: AttentionFn) -> None:
+    def __init__(self, config: "PreTrainedConfig") -> None:
         super().__init__()
         layer = PostNormLayer if differences(config).norm_after else DecoderLayer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         # A dict by layer number, so that a layer keeps its name on a rank that removes other layers.
-        self.layers = nn.ModuleDict({str(i): layer(config, attention_fn, i) for i in range(config.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(i): layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, differences(config).norm_offset)
 
 
@@ -278,7 +282,12 @@ class Llama(nn.Module):
         attention_fn: causal attention of (q, k, v), see `fused_attention`.
         checkpoint_activations: whether to keep only each layer's input and to run its forward again in backward (Chen
             et al. 2016, arXiv:1604.06174).
+
+    Attributes:
+        cp_sharding: how context parallelism divides the sequences; None if it does not.
     """
+
+    cp_sharding: str | None = None
 
     def __init__(
         self,
@@ -287,10 +296,10 @@ class Llama(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.config, self.attention_fn, self.checkpoint_activations = config, attention_fn, checkpoint_activations
         self.embedding_multiplier = differences(config).embedding_multiplier
         self.logits_scaling = differences(config).logits_scaling
-        self.model = Decoder(config, attention_fn)
+        self.model = Decoder(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
@@ -309,12 +318,13 @@ class Llama(nn.Module):
         cu_seqlens: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor:
-        """Compute the logits (B, T, V), or the loss, a scalar, if target_ids or loss_fn are given.
+        """Compute the logits (B, T, V), or the loss, a scalar, if target_ids or loss_fn are given. Without a head, as
+        on a pipeline stage before the last one, return the hidden states (B, T, D).
 
         Args:
             input_ids: (B, T).
             position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ...
-            hidden_states: input of the layers, (B, T, D); by default the embedded input_ids.
+            hidden_states: input of the layers, (B, T, D), from the previous stage; by default the embedded input_ids.
             target_ids: tokens to predict, (B, T).
             target_weights: weight of each target in the loss, (B, T), which is then a sum; by default a mean.
             cu_seqlens: boundaries of documents that do not attend to each other, see `PackedDocuments`.
@@ -323,7 +333,9 @@ class Llama(nn.Module):
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
-        x = self.run_layers(x, position_ids, range(self.config.num_hidden_layers), cu_seqlens)
+        x = self.run_layers(x, position_ids, self.model.layers.values(), cu_seqlens)
+        if self.lm_head is None:
+            return x
         return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -332,16 +344,32 @@ class Llama(nn.Module):
         # A tensor, because transformers rounds Gemma's factor to the dtype of x. (Granite's are exact in bfloat16.)
         return x if self.embedding_multiplier == 1 else x * torch.tensor(self.embedding_multiplier, dtype=x.dtype)
 
-    def run_layers(self, x: Tensor, position_ids: Tensor, layers: Iterable[int], cu_seqlens: Tensor | None) -> Tensor:
-        """Apply decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D)."""
-        documents = None if cu_seqlens is None else PackedDocuments.of(cu_seqlens, x.device)
+    def run_layers(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        layers: Iterable[nn.Module],
+        cu_seqlens: Tensor | None = None,
+        attention_fn: AttentionFn | None = None,
+        checkpoint_activations: bool | None = None,
+    ) -> Tensor:
+        """Apply decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D).
+
+        Args:
+            attention_fn, checkpoint_activations: by default those of the model.
+        """
+        attend = attention_fn or self.attention_fn
+        recomputes = self.checkpoint_activations if checkpoint_activations is None else checkpoint_activations
+        if cu_seqlens is not None:
+            from picotron.model.packed import PackedDocuments
+
+            attend = functools.partial(attend, documents=PackedDocuments.of(cu_seqlens, x.device))
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
-        for i in layers:
-            layer = self.model.layers[str(i)]
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, documents, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers:
+            if recomputes and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, cos, sin, documents)
+                x = layer(x, cos, sin, attend)
         return x
 
     def logits_or_loss(

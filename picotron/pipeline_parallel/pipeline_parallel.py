@@ -19,7 +19,7 @@ up to m micro-batches, and 1F1B holds up to p - (pp rank).
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,11 @@ from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.stages import Stage
+from picotron.pipeline_parallel.train_step import Loader, Model
 from picotron.process_group_manager import new_groups
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+"""the shape of the hidden states between stages: one for all micro-batches of a step, or one for each"""
 
 
 class PipelineParallel(nn.Module):
@@ -46,11 +50,16 @@ class PipelineParallel(nn.Module):
         model: a Llama on the meta device, from which the modules of other ranks are removed.
         stage: the layers that this rank keeps, and whether it has the embedding and the head.
         last_rank: the pp rank that holds the head, by default the last one.
+
+    Attributes:
+        splits_backward: whether weight gradients are computed apart from the other ones.
     """
+
+    splits_backward = False
 
     def __init__(self, model: Llama, stage: Stage, last_rank: int | None = None) -> None:
         super().__init__()
-        self.module, self.stage = model, stage
+        self.module = model
         grid = pgm.process_group_manager
         last_rank = grid.pp_world_size - 1 if last_rank is None else last_rank
         has_replica = model.config.tie_word_embeddings and last_rank != 0  # the embedding is always on pp rank 0
@@ -68,26 +77,19 @@ class PipelineParallel(nn.Module):
         self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        hidden_states: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **loss: Any,
+        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None = None, **others: Any
     ) -> Tensor:
         """Run the stage. The first one reads input_ids (B, T/cp), the others hidden_states (B, T/cp, D), or a shard of
         them, (B, T/cp/tp, D), with sequence parallelism.
 
         Args:
-            cu_seqlens, loss: boundaries of documents, and arguments of the loss, see `Llama.forward`.
+            others: see `Llama.forward`.
 
         Returns:
             Hidden states for the next stage. On the last stage, the loss, or the logits if there are no targets.
         """
-        x = self.module.embed(input_ids) if self.stage.has_embedding else hidden_states
-        assert x is not None
-        y = self.module.run_layers(x, position_ids, self.stage.layers, cu_seqlens)
-        return self.module.logits_or_loss(y, **loss) if self.stage.has_head else y
+        y: Tensor = self.module(input_ids, position_ids, hidden_states, **others)
+        return y
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor | GradientEdge, output_tensor_grad: Tensor | None
@@ -119,14 +121,16 @@ class PipelineParallel(nn.Module):
             all_reduce(main_grad(weight), self.embedding_group)
 
 
-def forward_step(model: Any, data_loader: Any, input_tensor: Tensor | None, losses: list[Tensor]) -> Tensor:
+def forward_step(
+    model: Callable[..., Tensor], data_loader: Loader, input_tensor: Tensor | None, losses: list[Tensor]
+) -> Tensor:
     """Run forward of the next micro-batch. Every stage loads it, for its position_ids.
 
     Returns:
         The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
         gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
-    output_tensor: Tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
+    output_tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
     if pgm.process_group_manager.pp_is_last_stage:
         output_tensor = output_tensor / data_loader.grad_acc_steps
         losses.append(output_tensor.detach())
@@ -140,8 +144,8 @@ def graph_of(y: Tensor) -> Tensor | GradientEdge:
     return get_gradient_edge(y) if y.requires_grad else y
 
 
-def shapes_of(tensor_shapes: Sequence[Any], micro_batches: int) -> Sequence[Sequence[int]]:
-    """Return a shape for each micro-batch, given one shape for all of them or a list of shapes."""
+def shapes_of(tensor_shapes: Shapes, micro_batches: int) -> Any:
+    """Return a shape for each micro-batch."""
     return [tensor_shapes] * micro_batches if isinstance(tensor_shapes[0], int) else tensor_shapes
 
 
@@ -153,7 +157,7 @@ def sum_losses(losses: list[Tensor], device: torch.device) -> Tensor:
 
 
 def train_step_pipeline_afab(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
+    model: Model, data_loader: Loader, tensor_shapes: Shapes, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Run all forwards, then all backwards: GPipe (Huang et al. 2018, arXiv:1811.06965).
 
@@ -165,7 +169,7 @@ def train_step_pipeline_afab(
     Args:
         model: a `PipelineParallel` in a `DataParallel`.
         data_loader: the micro-batches of this rank's pipeline.
-        tensor_shapes, device, dtype: describe the hidden states between stages; one shape, or one for each micro-batch.
+        tensor_shapes, device, dtype: describe the hidden states between stages.
 
     Returns:
         On the last stage, the mean loss over this pipeline's tokens, on the others 0; a scalar on the device.
@@ -195,7 +199,7 @@ def train_step_pipeline_afab(
 
 
 def train_step_pipeline_1f1b(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
+    model: Model, data_loader: Loader, tensor_shapes: Shapes, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
 
@@ -242,7 +246,11 @@ def train_step_pipeline_1f1b(
 
 @torch.no_grad()
 def evaluate_pipeline(
-    model: Any, data_loader: Any, tensor_shapes: Sequence[Any], device: torch.device, dtype: torch.dtype
+    model: Callable[..., Tensor],
+    data_loader: Loader,
+    tensor_shapes: Shapes,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Run the forwards only, also without a pipeline. Returns the mean loss as AFAB does."""
     shapes, losses = shapes_of(tensor_shapes, data_loader.grad_acc_steps), list[Tensor]()

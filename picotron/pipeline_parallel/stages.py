@@ -13,6 +13,8 @@ from picotron.model.flops import Cost, part_costs
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from picotron.config import Config
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -82,6 +84,11 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
         )
     layers = balanced_layers(config, num_stages, seq_length, ranks)
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
+
+
+def plan_stages(config: "Config", model_config: "PreTrainedConfig") -> list[Stage]:
+    """Return the stages of a config's pipeline, one on each pp rank. Raises a UserError as `balanced_stages`."""
+    return balanced_stages(model_config, config.training.seq_length, range(config.distributed.pp_size))
 
 
 def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:

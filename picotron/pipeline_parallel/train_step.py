@@ -1,21 +1,36 @@
 """The training step of a rank without a pipeline. (`pipeline_parallel` has the steps of a pipeline.)"""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from picotron.data.loader import MicroBatchDataLoader
-    from picotron.data_parallel.data_parallel import DataParallel
+
+class Model(Protocol):
+    """What a step needs of its model, a `PipelineParallel` in a `DataParallel`."""
+
+    require_backward_grad_sync: bool
+
+    def __call__(self, **batch: Any) -> Tensor: ...
+    def backward(self, x: Tensor | None, y: Any, dy: Tensor | None, /) -> Tensor | None: ...
+    def finish_grad_sync(self) -> None: ...
+
+
+class Loader(Protocol):
+    """What a step needs of its data loader: this rank's next micro-batches, and their number in a step."""
+
+    grad_acc_steps: int
+
+    def __next__(self) -> dict[str, Any]: ...
+
 
 Step = Callable[[Any, Any], Tensor]
-"""A training step or an evaluation: a function of the model, a `DataParallel`, and of the loader of its micro-batches.
-It returns the mean loss over this rank's tokens, which is 0 on all stages except the last."""
+"""A training step or an evaluation: a function of a `Model` and a `Loader`. It returns the mean loss over this rank's
+tokens, which is 0 on all stages except the last."""
 
 
-def train_step(model: "DataParallel", data_loader: "MicroBatchDataLoader", device: torch.device) -> Tensor:
+def train_step(model: Model, data_loader: Loader, device: torch.device) -> Tensor:
     """Run forward and backward for this rank's micro-batches of one global batch. Gradients end up in `main_grad`.
 
     Returns:

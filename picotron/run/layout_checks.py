@@ -2,25 +2,24 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from picotron.config import Config, Distributed
 from picotron.console import Problems, UserError
 from picotron.model.families import head_size
-from picotron.pipeline_parallel.plan import PipelinePlan, plan_stages
+from picotron.pipeline_parallel.stages import plan_stages
 from picotron.run.launch import check_world_size
 from picotron.run.metrics import check_wandb
 from picotron.run.model_config import check_window, load_model_config
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 
-PlanPipeline = Callable[[Config, PreTrainedConfig], PipelinePlan]
+PlanPipeline = Callable[[Config, PreTrainedConfig], Any]
 
 
-def check_layout(
-    config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages
-) -> PipelinePlan:
-    """Check that the model can run in the config's layout, and return the plan of its pipeline.
+def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages) -> Any:
+    """Check that the model can run in the config's layout, and return what `plan_pipeline` returns.
 
     Args:
         plan_pipeline: that of the workbench, if `config.needs_workbench`.
@@ -42,11 +41,6 @@ def check_layout(
         if config.model.float8:
             check_float8(config, model_config)
     problems.report()
-    if config.model.float8 and plan.splits_backward:
-        raise UserError(
-            f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
-            f"requires; use another pp_engine, such as '1f1b', or float8=false"
-        )
     return plan
 
 
@@ -78,11 +72,11 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
-def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
     """Load the model's config, and check that the model can run in the config's layout.
 
     Returns:
-        The model's config and the plan of the pipeline.
+        The model's config, and what `plan_pipeline` returns.
 
     Raises:
         UserError: `load_model_config` or `check_layout` fails.
@@ -91,7 +85,7 @@ def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tu
     return model_config, check_layout(config, model_config, plan_pipeline)
 
 
-def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, PipelinePlan]:
+def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
     """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
     problems = Problems()
     with problems:

@@ -65,7 +65,7 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
     batch = rows_of([Prompt("", {}, prompt) for prompt in prompts], completions, advantages, LENGTH)
     embedded, positions = model.embed(batch["input_ids"]), torch.arange(LENGTH)[None]
-    x = model.model.norm(model.run_layers(embedded, positions, range(2), None))
+    x = model.model.norm(model.run_layers(embedded, positions, model.model.layers.values()))
     loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
     expected, change = 0.0, 0.0
     for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True):

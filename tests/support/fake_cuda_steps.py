@@ -25,7 +25,7 @@ from benchmarks.gpu.fake_cuda import fake_cuda_rank, restart_with_fake_cuda
 from benchmarks.gpu.fake_cuda_memory import measure
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.model.attention import PackedDocuments
+from picotron.model.packed import PackedDocuments
 from picotron.optimizer.optimizer import clip_grad_norm
 from picotron.run.metrics import global_mean
 from picotron.run.progress import Progress

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
-from conformance.training import CPU, plan_of
+from conformance.training import CPU, pipeline_of
 from picotron import parallelize
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
-from picotron.data_parallel import data_parallel
+from picotron.data_parallel import data_parallel, zero1
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.placement import Index
@@ -145,7 +145,7 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
             mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step
             mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
-            mock.patch.object(parallelize, "DataParallelZero1", SmallSlicedBuckets),
+            mock.patch.object(zero1, "DataParallelZero1", SmallSlicedBuckets),
             mock.patch.object(recorder.logger, "debug", record_computation),
             mock.patch.object(pipeline_parallel, "forward_step", recorded(pipeline_parallel.forward_step, "F")),
             mock.patch.object(PipelineParallel, "backward", recorded(PipelineParallel.backward, "B")),
@@ -157,16 +157,16 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
 
 def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: torch.device = CPU) -> Program:
     """Record a training step, with clipping, optimizer and metrics, and the evaluation after it."""
-    plan, dtype = plan_of(config, model_config), getattr(torch, config.model.dtype)
+    dtype = getattr(torch, config.model.dtype)
 
     def weights(name: str, shape: torch.Size, index: Index) -> Tensor:
         return torch.zeros(shape, device=device)[index]
 
     with recorded_rank(rank, config) as program:
-        model = parallelize.build_model(config, model_config, plan, device, dtype, weights)
+        pipeline, train_step, evaluate = pipeline_of(config, model_config, device, dtype)
+        model = parallelize.build_model(config, model_config, pipeline, device, dtype, weights)
         length = config.training.seq_length
         loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
-        train_step, evaluate = plan.make_steps(config, model_config, device, dtype)
         run_step(model, loader, config, train_step)
         global_mean(evaluate(model, loader))
     return program

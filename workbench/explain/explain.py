@@ -104,7 +104,7 @@ def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: Ex
 def build_and_run(config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Build the model of the rank that is played, and run its training step."""
     dtype = getattr(torch, config.model.dtype)
-    model = build_model(config, model_config, plan, META, dtype, meta_weights)
+    model = build_model(config, model_config, plan.wrap, META, dtype, meta_weights)
     length = config.training.seq_length
     tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
     data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)

@@ -145,7 +145,7 @@ def measure(device: torch.device, threads: int) -> Hardware:
     memory = 5 * 4 * size**2 * dtype.itemsize / seconds(silu, device)
 
     tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1)
-    layer = DecoderLayer(tiny, fused_attention).to(device, dtype)
+    layer = DecoderLayer(tiny).to(device, dtype)
     x, cos = random(1, 8, 8), random(1, 8, 1, 4)
     launch = seconds(lambda: layer(x, cos, cos), device)
 

@@ -8,8 +8,7 @@ all new keys and values go to one column, and a mask hides the columns before th
              t u v w x y
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from picotron.model.attention import PackedDocuments
 from picotron.model.llama import AttentionFn, fused_attention
+from picotron.model.packed import PackedDocuments
 
 # Not cuDNN's, torch's first choice on Hopper GPUs: it would build a plan for each new number of columns, so each token.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,13 +52,14 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(kv.nbytes for kv in self.kv.values())
 
-    def attention(self, layer: int) -> AttentionFn:
-        """Return the attention function of a layer.
+    def attention(self, layers: Iterable[int]) -> AttentionFn:
+        """Return the attention function of a forward through some layers, which call it one after the other.
 
-        The first call has the prompts, as the documents of one row: q (1, H, N, d); k, v (1, K, N, d) -> (1, H, N, d).
-        Each later one has one token of each sequence: q (b, H, 1, d); k, v (b, K, 1, d) -> (b, H, 1, d).
+        The first forward has the prompts, as the documents of one row: q (1, H, N, d); k, v (1, K, N, d) ->
+        (1, H, N, d). Each later one has one token of each sequence: q (b, H, 1, d); k, v (b, K, 1, d) -> (b, H, 1, d).
         """
-        return functools.partial(self._attend, layer)
+        numbers = iter(layers)
+        return lambda *qkv, **documents: self._attend(next(numbers), *qkv, **documents)
 
     def append(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for one more token of each sequence, and compute the mask, which all layers share."""

@@ -207,8 +207,6 @@ class Rotation:
 
     def __init__(self, model: LlamaStages, schedule: GenerationSchedule, groups: list[Group], rounds: int) -> None:
         self.model, self.schedule, self.groups, self.rounds = model, schedule, groups, rounds
-        layers: dict[str, Any] = dict(model.module.model.layers)
-        self.attentions = {int(name): layer.self_attn for name, layer in layers.items()}
         self.hidden_size, self.dtype = model.module.config.hidden_size, next(model.parameters()).dtype
 
     def run(self) -> None:
@@ -248,10 +246,9 @@ class Rotation:
         if group.numbers:
             shape = group.inputs["input_ids"].shape  # (1, N) or (b, 1)
             x = received[0][: shape.numel()].view(*shape, -1) if received else None
-            for layer in self.model.stages[stage].layers:
-                self.attentions[layer].attention_fn = group.cache.attention(layer)
+            attend = group.cache.attention(self.model.stages[stage].layers)
             with record_action(str(action)):
-                y = self.model(**group.inputs, hidden_states=x, stage=stage, loss_fn=group.draw)
+                y = self.model(**group.inputs, hidden_states=x, stage=stage, attention_fn=attend, loss_fn=group.draw)
         if number == self.rounds - 1 and stage == max(self.model.stages):
             group.finish()
         if last:
@@ -298,21 +295,18 @@ class Rotation:
 
 @contextlib.contextmanager
 def generating(model: LlamaStages) -> Iterator[None]:
-    """Prepare a model for `Rotation`, and restore it at the end: its attention functions change. Sequence parallelism
-    and torch.compile are off, because one token cannot be divided, and because every length would be compiled.
+    """Prepare a model for `Rotation`, and restore it at the end: sequence parallelism and torch.compile are off,
+    because one token cannot be divided, and because every length would be compiled.
     """
-    modules: list[Any] = list(model.modules())
-    names = ("attention_fn", "sequence_parallel")
-    before = [(each, name, getattr(each, name)) for each in modules for name in names if hasattr(each, name)]
-    for module, name, _ in before:
-        if name == "sequence_parallel":
-            module.sequence_parallel = False
+    sharded: list[Any] = [each for each in model.modules() if getattr(each, "sequence_parallel", False)]
+    for module in sharded:
+        module.sequence_parallel = False
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+        for module in sharded:
+            module.sequence_parallel = True
 
 
 def check_prompt(name: str, prompt: Sequence[int], config: PreTrainedConfig, sampling: Sampling) -> None:

@@ -197,8 +197,8 @@ def _check_sharding(llama: Llama, batch: Batch, i: int) -> None:
             f"micro-batch {i} has rows of {tokens} tokens on this rank, which sequence_parallel divides over {shards} ranks; use a "
             f"multiple of {shards}"
         )
-    sharding: Any = next((each.cp_sharding for each in llama.modules() if hasattr(each, "cp_sharding")), None)
-    if sharding is None:  # cp_size is 1, or this rank has no layers
+    sharding = llama.cp_sharding
+    if sharding is None:
         return
     other = "contiguous" if sharding == "zigzag" else "zigzag"
     positions, rows = batch["position_ids"].cpu().long(), batch | {"cu_seqlens": None}

@@ -198,7 +198,7 @@ class Trainer:
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
 
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
-        self.model = build_model(config, self.model_config, plan, device, dtype, weights, frozen)
+        self.model = build_model(config, self.model_config, plan.wrap, device, dtype, weights, frozen)
         self.stage: Any = self.model.module
         self.optimizer = make_optimizer(self.model, config)
         if checkpoint:
@@ -330,7 +330,7 @@ class FrozenModel:
         check_same_config(config, self.model_config, plan.identity)
         dtype = getattr(torch, config.model.dtype)
         weights = Checkpoint(find_folder(folder), weights_only=True).weights()
-        self.model: Any = build_stage(config, self.model_config, plan, device, dtype, weights)
+        self.model: Any = build_stage(config, self.model_config, plan.wrap, device, dtype, weights)
         self.evaluate = make_evaluation(config, plan, device)
 
     def add_to(

@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
+from picotron.console import UserError
 from picotron.model.llama import Llama
-from picotron.pipeline_parallel.plan import LOOPS, PipelinePlan
+from picotron.pipeline_parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
 from picotron.pipeline_parallel.train_step import Step, train_step
 from picotron.run import layout_checks
 from workbench.pipelines import planning
@@ -34,22 +35,30 @@ class BatchList:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExecutorPlan(SchedulePlan, PipelinePlan):  # type: ignore[override]  # properties for attributes
+class ExecutorPlan(SchedulePlan):
     """A plan that can run: an `Executor` follows its schedule, or one of the two loops if that does."""
 
     def wrap(self, model: Llama) -> LlamaStages:
+        """Reduce a Llama to this rank's stages."""
         return LlamaStages(model, self, pgm.process_group_manager.pp_rank)
 
     def make_steps(
         self, config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, done: int = 0
     ) -> tuple[Step, Step]:
+        """Return the training step and the evaluation of a run that has completed `done` steps."""
         step = make_train_step(config, self, device, dtype)
         return record_steps(step, config, model_config, self, device, done), make_evaluation(config, self, device)
 
 
 def plan_pipeline(config: Config, model_config: PreTrainedConfig) -> ExecutorPlan:
     """Choose the schedule and the stages of a config's pipeline, see `planning.plan_pipeline`."""
-    return ExecutorPlan(**vars(planning.plan_pipeline(config, model_config)))
+    plan = ExecutorPlan(**vars(planning.plan_pipeline(config, model_config)))
+    if config.model.float8 and plan.splits_backward:
+        raise UserError(
+            f"model.float8=true cannot split a backward, as distributed.pp_engine={config.distributed.pp_engine!r} "
+            f"requires; use another pp_engine, such as '1f1b', or float8=false"
+        )
+    return plan
 
 
 def check_layout(config: Config, model_config: PreTrainedConfig) -> ExecutorPlan:
@@ -81,7 +90,8 @@ def make_train_step(config: Config, plan: SchedulePlan, device: torch.device, dt
         return functools.partial(train_step, device=device)
     if config.needs_workbench:
         return functools.partial(Executor(plan.schedule), device=device)
-    return functools.partial(run_loop, LOOPS[layout.pp_engine], device=device, dtype=dtype)
+    loop = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}[layout.pp_engine]
+    return functools.partial(run_loop, loop, device=device, dtype=dtype)
 
 
 def run_loop(

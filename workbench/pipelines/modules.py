@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, check_equal
 from picotron.console import UserError
-from picotron.model.llama import Llama
+from picotron.model.llama import AttentionFn, Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import Stage
@@ -125,8 +125,7 @@ class LlamaStages(PipelineStages, PipelineParallel):
 
     Attributes:
         stages: contents of the stages, by number.
-        recomputes: whether activations are recomputed in backward.
-        kept_activations: (stage, micro-batch) of the forwards that keep them instead.
+        kept_activations: (stage, micro-batch) of the forwards that do not recompute their activations in backward.
     """
 
     def __init__(self, model: Llama, plan: SchedulePlan, rank: int) -> None:
@@ -135,20 +134,31 @@ class LlamaStages(PipelineStages, PipelineParallel):
         ends = (any(stage.has_embedding for stage in stages.values()), any(stage.has_head for stage in stages.values()))
         super().__init__(model, Stage(layers, *ends), plan.last_rank)
         self.plan, self.stages, self.kept_activations = plan, stages, plan.kept_activations(rank)
-        self.recomputes = model.checkpoint_activations
+        self.splits_backward = plan.splits_backward
         self.dtype, self.shards = next(model.parameters()).dtype, sequence_shards(model)
-        if plan.schedule.splits_backward:
+        if self.splits_backward:
             split_backward(model)
 
-    def forward(  # type: ignore[override]
-        self, *, stage: int | None = None, micro_batch: int | None = None, **batch: Any
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_fn: AttentionFn | None = None,
+        stage: int | None = None,
+        micro_batch: int | None = None,
+        **loss: Any,
     ) -> Tensor:
-        """Run a stage, by default this rank's first one, see `PipelineParallel.forward`."""
+        """Run a stage, by default this rank's first one, see `Llama.forward` and `Llama.run_layers`."""
         number = min(self.stages) if stage is None else stage
-        self.stage = self.stages[number]
-        self.module.checkpoint_activations = self.recomputes and (number, micro_batch) not in self.kept_activations
-        y: Tensor = super().forward(**batch)
-        return y
+        contents, llama = self.stages[number], self.module
+        x = llama.embed(input_ids) if contents.has_embedding else hidden_states
+        assert x is not None
+        layers = [llama.model.layers[str(i)] for i in contents.layers]
+        recomputes = llama.checkpoint_activations and (number, micro_batch) not in self.kept_activations
+        y = llama.run_layers(x, position_ids, layers, cu_seqlens, attention_fn, recomputes)
+        return llama.logits_or_loss(y, **loss) if contents.has_head else y
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:
         """Return a tensor on the meta device like the hidden states of a micro-batch: (B, T/cp, D), or (B, T/cp/tp, D)

@@ -90,7 +90,7 @@ def weights_after_updates(config: Config, expected: dict[str, Tensor] | None) ->
     layout, model_config = config.distributed, tiny_llama(num_attention_heads=8, tie_word_embeddings=True)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     plan = plan_pipeline(config, model_config)
-    model = build_model(config, model_config, plan, CPU, torch.bfloat16, drawn_weights(model_config, 1))
+    model = build_model(config, model_config, plan.wrap, CPU, torch.bfloat16, drawn_weights(model_config, 1))
     llama, optimizer = unwrap(model), make_optimizer(model, config)
 
     def gradient(name: str, shape: torch.Size, index: Index) -> Tensor:

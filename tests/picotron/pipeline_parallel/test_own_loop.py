@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.oracle import assert_close, oracle_model, our_model, tiny_llama, torch_adamw
-from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, plan_of, wrapped
+from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
@@ -84,7 +84,7 @@ def data_of(step: int, dp_rank: int) -> list[dict[str, Any]]:
 def train(config: Config) -> dict[str, Any]:
     """Train with the loop. Returns losses, gradient norms, and the weights at the end."""
     model_config = tiny_llama(**MODEL)
-    model = wrapped(config, model_config, torch.float64, plan_of)
+    model = wrapped(config, model_config, torch.float64, as_train=True)
     optimizer, grid = make_optimizer(model, config), pgm.process_group_manager
     losses, norms = [], []
     for step in range(STEPS):

@@ -101,7 +101,9 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     layout, dtype = config.distributed, getattr(torch, config.model.dtype)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     plan = plan_pipeline(config, model_config)
-    model = build_model(config, model_config, plan, CPU, dtype, initial_weights(model_config, config.training.seed))
+    model = build_model(
+        config, model_config, plan.wrap, CPU, dtype, initial_weights(model_config, config.training.seed)
+    )
     parameters = list(model.parameters())
     optimizer = make_optimizer(model, config)
     step = make_train_step(config, plan, CPU, dtype)

@@ -65,7 +65,7 @@ def programs_of(config: Config) -> list[Program]:
             torch.no_grad(),
         ):
             stage = build_stage(
-                config, model_config, plan, CPU, torch.float64, lambda name, shape, i: torch.zeros(shape)[i]
+                config, model_config, plan.wrap, CPU, torch.float64, lambda name, shape, i: torch.zeros(shape)[i]
             )
             schedule = generation(plan.schedule.pp, plan.schedule.pp, 1, plan.schedule.chunks, plan.schedule.placement)
             groups = [Group({0: [1, 2], 1: [3] * (i + 1)}, Sampling(ROUNDS), 0, CPU) for i in range(schedule.pp)]

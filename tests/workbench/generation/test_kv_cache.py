@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conformance.oracle import CPU
-from picotron.model.attention import PackedDocuments
+from picotron.model.packed import PackedDocuments
 from workbench.generation.kv_cache import KVCache
 
 
@@ -47,10 +47,10 @@ def test_a_token_never_makes_cudnn_build_a_plan() -> None:
     prompts = PackedDocuments.of(torch.tensor([0, 5, 14]), CPU)
     q, kv = torch.randn(1, 8, 14, 16), torch.randn(1, 2, 14, 16)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    cache.attention(0)(q, kv, kv, prompts)
+    cache.attention([0])(q, kv, kv, prompts)
     with mock.patch.object(functional, "scaled_dot_product_attention", attend):
         for _ in range(8):
             cache.append(torch.float32, CPU)
             q, kv = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 1, 16)
-            cache.attention(0)(q, kv, kv, None)
+            cache.attention([0])(q, kv, kv, None)
     assert (len(shapes), allowed) == (8, {(False, True)})
