@@ -91,10 +91,9 @@ def main() -> None:
     options = parse_command_line(sys.argv[1:])
     if options.explain:
         from workbench.explain.explain import explain
-        from workbench.pipelines.engine import check_model
 
-        return explain(parse_config(options.data, check_model), options.hardware, options.gib, options.json)
-    config = parse_config(options.data, check)  # wrong values are reported together with what `check` finds
+        return explain(parse_config(options.data), options.hardware, options.gib, options.json)
+    config = parse_config(options.data)
     model_config, plan = check(config)
     layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
     claim_save_dir(config)

@@ -405,9 +405,6 @@ MISTAKES: dict[str, Mistake] = {
     "check_of_decay_forgotten": Mistake(
         CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/picotron/run/test_config.py",)
     ),
-    "consequences_of_wrong_keys": Mistake(
-        "picotron/run/config_reader.py", "if not _names_any(wrong, sentence)", "if sentence", ("tests/picotron/run/test_config.py",)
-    ),
     "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/run/test_config.py",)),
     "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/workbench/prepare/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(

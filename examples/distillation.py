@@ -22,11 +22,11 @@ from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.checkpoint.safetensors_folder import find_folder
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.run.model_config import load_model_config
 from picotron.tensor_parallel.tp_communications import sum_over_ranks
 from workbench.generation.prompts import Encoder
 from workbench.own_loops.batches import Batch
 from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
-from workbench.pipelines.engine import check_run
 from workbench.prepare.tokens import read_tokenizer
 
 
@@ -70,7 +70,7 @@ def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)
-    config = load_config(["--config", "examples/distillation.json", *others], check_run)
+    config = load_config(["--config", "examples/distillation.json", *others])
     return config, options.teacher, options.temperature
 
 
@@ -83,7 +83,7 @@ def check_tokenizers(config: Config, teacher: str) -> None:
         return check_tokenizer(of_data, folder)
     problem = "would train a new tokenizer" if own == "bpe" else ""
     if not problem:
-        vocabulary = read_tokenizer(config, check_run(config)[0]).get_vocab()
+        vocabulary = read_tokenizer(config, load_model_config(config.model)).get_vocab()
         problem = "" if vocabulary == Encoder.read(folder).tokenizer.get_vocab() else "is not the teacher's tokenizer"
     if problem:
         raise UserError(f"the tokenizer {own!r} {problem}; set model.tokenizer to {teacher!r}")

@@ -155,7 +155,7 @@ def read_config(arguments: list[str]) -> tuple[Config, float]:
     text = "strength of the tie to the reference model [0.1]"
     parser.add_argument("--beta", type=number(float, 1e-6), default=0.1, help=text)
     options, others = parser.parse_known_args(arguments)
-    config = load_config(["--config", "examples/dpo.json", *others], check_run)
+    config = load_config(["--config", "examples/dpo.json", *others])
     check_used(config, RECORD_KEYS)
     if not config.model.pretrained:
         raise UserError("model.pretrained=false, but DPO starts from a trained model; set it to true")

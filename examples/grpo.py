@@ -184,7 +184,7 @@ def read_config(arguments: list[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--samples", type=number(int, 2), default=16, help="completions of each prompt [16]")
     parser.add_argument("--updates", type=number(int, 1), default=2, help="optimizer steps with the same samples [2]")
     options, others = parser.parse_known_args(arguments)
-    config = load_config(["--config", "examples/grpo.json", *others], check_run)
+    config = load_config(["--config", "examples/grpo.json", *others])
     check_used(config, ALSO_USED)
     steps, rows = config.training.total_train_steps, config.global_batch_size
     if steps % options.updates:

@@ -28,26 +28,6 @@ class UserError(ValueError):
         return "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
 
 
-class Problems:
-    """Collector of the problems of several checks, each in a `with` block of its own. `report` raises them together."""
-
-    def __init__(self, *found: str) -> None:
-        self.found = list(found)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, UserError):
-            self.found += error.problems
-        return isinstance(error, UserError)
-
-    def report(self) -> None:
-        """Raise a UserError with all problems, if there are any."""
-        if self.found:
-            raise UserError(*dict.fromkeys(self.found))
-
-
 def invalid_value(error: Any) -> str:
     """Format an error of pydantic (an item of `ValidationError.errors()`) with the key and the value."""
     key, value = ".".join(map(str, error["loc"])), json.dumps(error["input"], default=str)[:200]

@@ -17,7 +17,6 @@ from picotron.run.launch import exit_on_error, set_up_logging
 from workbench.own_loops.batches import Batch, forward_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, set_up
-from workbench.pipelines.engine import check_run
 
 
 def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -40,7 +39,7 @@ def counting_rows(sequences: int, length: int) -> Batch:
 
 def main() -> None:
     set_up_logging()
-    config = load_config(["--config", "docs/small.json", *sys.argv[1:]], check_run)
+    config = load_config(["--config", "docs/small.json", *sys.argv[1:]])
     with set_up(config, Data()) as trainer:
         batches = trainer.split(counting_rows(config.global_batch_size, config.training.seq_length))
         for _ in trainer.steps():

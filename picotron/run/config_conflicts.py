@@ -7,11 +7,7 @@ from picotron.config import Config
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    """Yield one sentence for each conflict, with the values and the remedy.
-
-    A sentence names every key that takes part in the conflict, because `parse_config` drops those that name a key whose
-    value is invalid: only the default in its place conflicts.
-    """
+    """Yield one sentence for each conflict, with the values and the remedy."""
     layout, model, training, dataset = config.distributed, config.model, config.training, config.dataset
     steps, warmup, decay = training.total_train_steps, training.warmup_steps, training.decay
     trace_steps = config.logging.trace_steps or []

@@ -2,25 +2,25 @@
 
     config = load_config(["--config", "template/base_config.json", "--training.learning_rate", "1e-3"])
 
-All mistakes are reported together, before any process group exists, each in one sentence with the key, the value and
-the remedy. Overrides are merged into the JSON before it is validated, so values from the file and from the command
-line have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also
-reads environment variables, which must not change a run.)
+The reader reports all wrong values together; if there are none, it reports all conflicts between keys. Each mistake is
+one sentence with the key, the value and the remedy. `layout_checks` then compares the config with the model and the
+machine. Overrides are merged into the JSON before it is validated, so values from the file and from the command line
+have the same types and errors. (pydantic-settings would add a second set of rules for the command line. It also reads
+environment variables, which must not change a run.)
 """
 
 import argparse
 import difflib
 import json
 import logging
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from picotron.config import Config, Section, leaf_of, read_string
-from picotron.console import Parser, Problems, UserError, invalid_value, number
+from picotron.console import Parser, UserError, invalid_value, number
 from picotron.files import read_object
 from picotron.run.config_conflicts import conflicts
 
@@ -117,52 +117,19 @@ def _sentence(error: Any) -> str:
     return invalid_value(error)
 
 
-def parse_config(data: dict[str, Any], *later_checks: Callable[[Config], object]) -> Config:
+def parse_config(data: dict[str, Any]) -> Config:
     """Validate a dict that was read from JSON.
 
-    Args:
-        later_checks: checks that the caller makes when the config is valid, for example `check_layout`. If it is not,
-            their problems are reported, too.
-
     Raises:
-        UserError: one problem per mistake, with the key, the value and the remedy.
+        UserError: one problem per wrong value; if there is none, one per conflict between keys.
     """
-    data, mistakes, wrong = current_keys(data), list[str](), set[tuple[int | str, ...]]()
     try:
-        config = Config.model_validate(data)
+        config = Config.model_validate(current_keys(data))
     except ValidationError as error:
-        mistakes = [_sentence(each) for each in error.errors()]
-        wrong = {each["loc"][:2] for each in error.errors()}  # (section, key), or (section,)
-        config = _with_defaults(data, wrong)
-    found = Problems(*conflicts(config))
-    for later in later_checks if mistakes or found.found else ():
-        with found:
-            later(config)
-    Problems(*mistakes, *(sentence for sentence in found.found if not _names_any(wrong, sentence))).report()
+        raise UserError(*map(_sentence, error.errors())) from None
+    if problems := list(conflicts(config)):
+        raise UserError(*problems)
     return config
-
-
-def _with_defaults(data: dict[str, Any], wrong: set[tuple[int | str, ...]]) -> Config:
-    """Return a config with defaults in the place of wrong values. The default of a required name is "?"."""
-    kept: dict[str, Any] = {"model": {"name": "?"}, "dataset": {"name": "?"}}
-    for section, body in data.items():
-        if (section,) not in wrong:
-            right = {key: value for key, value in body.items() if (section, key) not in wrong}
-            kept[section] = kept.get(section, {}) | right
-    return Config.model_validate(kept)
-
-
-def _names_any(wrong: set[tuple[int | str, ...]], sentence: str) -> bool:
-    """Return whether a sentence names a wrong key, so that the problem may be only the default in place of its value.
-
-    Keys of one word (`split`) occur in sentences anyway, and count only with their section (`dataset.split`).
-    """
-    for key in leaf_keys():
-        section, name = key.split(".")
-        is_wrong = not wrong.isdisjoint({(section,), (section, name)})
-        if is_wrong and re.search(rf"\b{name if '_' in name else key}\b", sentence):
-            return True
-    return False
 
 
 def type_of(key: str) -> Any:
@@ -219,14 +186,14 @@ class Options(NamedTuple):
     json: bool  # with explain: print JSON
 
 
-def load_config(arguments: list[str], *later_checks: Callable[[Config], object]) -> Config:
+def load_config(arguments: list[str]) -> Config:
     """Return the config of a command line of train.py, without `--explain`, for another program. See
     `parse_command_line` and `parse_config`.
     """
     options = parse_command_line(arguments)
     if options.explain:
         raise UserError("--explain describes a run of train.py; remove it")
-    return parse_config(options.data, *later_checks)
+    return parse_config(options.data)
 
 
 def config_parser(description: str, used: Collection[str] | None = None) -> Parser:

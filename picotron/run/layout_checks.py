@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from picotron.config import Config, Distributed
-from picotron.console import Problems, UserError
+from picotron.console import UserError
 from picotron.model.families import head_size
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.run.launch import check_world_size
@@ -16,6 +16,23 @@ from picotron.run.model_config import check_window, load_model_config
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 
 PlanPipeline = Callable[[Config, PreTrainedConfig], Any]
+
+
+def check_all(*checks: Callable[[], Any]) -> Any:
+    """Call each check, and return the result of the last one.
+
+    Raises:
+        UserError: the problems of all checks that raise one.
+    """
+    result, problems = None, list[str]()
+    for check in checks:
+        try:
+            result = check()
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return result
 
 
 def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages) -> Any:
@@ -27,21 +44,14 @@ def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: 
     Raises:
         UserError: some of the parallelisms do not fit the model.
     """
-    problems = Problems()
-    with problems:
-        check_tensor_parallel(model_config, config.distributed.tp_size)
-    with problems:
-        plan = plan_pipeline(config, model_config)
-    with problems:
-        length = config.training.seq_length
-        check_window(model_config, length, f"training.seq_length={length}")
-    with problems:
-        check_context_parallel(model_config, config.distributed)
-    with problems:
-        if config.model.float8:
-            check_float8(config, model_config)
-    problems.report()
-    return plan
+    layout, length = config.distributed, config.training.seq_length
+    return check_all(
+        lambda: check_tensor_parallel(model_config, layout.tp_size),
+        lambda: check_window(model_config, length, f"training.seq_length={length}"),
+        lambda: check_context_parallel(model_config, layout),
+        lambda: check_float8(config, model_config),
+        lambda: plan_pipeline(config, model_config),
+    )
 
 
 def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> None:
@@ -61,14 +71,15 @@ def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> Non
 
 
 def check_float8(config: Config, model: PreTrainedConfig) -> None:
-    """Raise UserError if the kernels of float8 do not support the sizes of the matrices."""
+    """Raise UserError if the config asks for float8, and its kernels do not support the sizes of the matrices."""
     tp = config.distributed.tp_size
     sizes = {
         "hidden_size": model.hidden_size,
         "intermediate_size / tp_size": model.intermediate_size / tp,
         "num_attention_heads * head_dim / tp_size": model.num_attention_heads * head_size(model) / tp,
     }
-    if wrong := ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16):
+    wrong = ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16)
+    if config.model.float8 and wrong:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
@@ -87,12 +98,8 @@ def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tu
 
 def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
     """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
-    problems = Problems()
-    with problems:
-        check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1)))
-    with problems:
-        check_wandb(config)
-    with problems:
-        found = check_model(config, plan_pipeline)
-    problems.report()
-    return found
+    return check_all(
+        lambda: check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1))),
+        lambda: check_wandb(config),
+        lambda: check_model(config, plan_pipeline),
+    )

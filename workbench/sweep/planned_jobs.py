@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +73,11 @@ class PlannedJob:
             write_atomically(self.job.forecast_file, json.dumps(data, indent=2) + "\n")
 
 
-def make_config(
-    base: dict[str, Any], combination: Combination, *later_checks: Callable[[Config], object]
-) -> tuple[dict[str, Any], Config]:
+def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[str, Any], Config]:
     """Return the config of a combination as JSON and as an object.
 
-    Args:
-        later_checks: see `parse_config`.
-
     Raises:
-        UserError: a key or a value is not valid.
+        UserError: see `parse_config`.
     """
     data = copy.deepcopy(base)
     for key, value in combination.items():
@@ -90,7 +85,7 @@ def make_config(
             override(data, key, value)
     if GLOBAL_BATCH in combination:
         override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], parse_config(data)))
-    return data, parse_config(data, *later_checks)
+    return data, parse_config(data)
 
 
 def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
@@ -99,7 +94,7 @@ def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware:
     Raises:
         UserError: train.py would reject the config.
     """
-    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)}, check_cached)
+    data, config = make_config(base, combination | {"checkpoint.save_dir": str(job.run_folder)})
     model_config, plan = check_cached(config)
     config = config if hardware is None else on_hardware(config, hardware)
     times = None if hardware is None else forecast(config, model_config, plan, hardware)

@@ -139,7 +139,8 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
         (["--checkpoint.save_dir", "x"], "outputs go to the folder run/"),
         (["--global_batch_size", "8", "--grad_acc_steps", "8"], "already determines --grad_acc_steps"),
         (["--world_size", "7", "--tp", "2"], "--world_size 7"),
-        (["--tp", "3", "--cp", "3", "--training.warmup_steps", "9"], "3 problems"),
+        (["--cp", "3", "--training.warmup_steps", "9"], "2 problems"),
+        (["--tp", "3", "--pp", "99"], "2 problems"),
     ],
 )
 def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
