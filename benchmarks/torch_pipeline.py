@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -14,7 +15,6 @@ from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, load
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.model.cross_entropy import LinearCrossEntropy
-from picotron.model.linear import Products
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.planning import training_schedule
 
@@ -75,8 +75,8 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
         mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
     held = stage_of(config, device, torch.float32)
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
-        if hasattr(module, "products"):
-            module.products = Products
+        if hasattr(module, "product"):
+            module.product = F.linear
     modules = [TorchStage(held, number).to(device) for number in held.stages]
     group, count = pgm.process_group_manager.pp_group, ours.num_stages
     stages: list[Any] = [

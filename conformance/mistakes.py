@@ -44,6 +44,7 @@ OPTIMIZER, STEP, PLACEMENT = (
     "picotron/model/placement.py",
 )
 TENSOR_PARALLEL = "picotron/tensor_parallel/tensor_parallel.py"
+OVERLAPPED = "picotron/tensor_parallel/overlapped.py"
 TP_COMMUNICATIONS = "picotron/tensor_parallel/tp_communications.py"
 CROSS_ENTROPY = "picotron/model/cross_entropy.py"
 PIPELINE = "picotron/pipeline_parallel/pipeline_parallel.py"
@@ -184,7 +185,7 @@ MISTAKES: dict[str, Mistake] = {
         "The forward of reduce_from_ranks returns the rank's own term instead of the sum over the ranks.",
     ),
     "partial_gradients": Mistake(
-        TENSOR_PARALLEL,
+        OVERLAPPED,
         "finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)", "finish_dx = dx.clone", ("fuzz", "step tp2"), "tensor_parallel",
         "ColumnParallel.backward does not sum the gradient of x over the ranks.",
     ),

@@ -23,7 +23,7 @@ from picotron.run.checkpoint.safetensors_folder import find_folder
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.run.model_config import load_model_config
-from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from picotron.tensor_parallel.tp_communications import reduce_from_ranks
 from workbench.generation.prompts import Encoder
 from workbench.own_loops.batches import Batch
 from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
@@ -41,13 +41,13 @@ def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[
     def log_denominator(logits: Tensor) -> Tensor:
         top = logits.detach().amax(-1)  # keeps the exponentials small
         all_reduce(top, group, dist.ReduceOp.MAX)
-        return sum_over_ranks((logits - top[..., None]).exp().sum(-1), group, False).log() + top
+        return reduce_from_ranks((logits - top[..., None]).exp().sum(-1), group).log() + top
 
     logits = (batch["teacher"], head.local_logits(x))  # (B, T/cp, V/tp)
     teacher, student = (each.to(accumulation_dtype(each)) / temperature for each in logits)
     of_teacher, of_student = log_denominator(teacher), log_denominator(student)  # (B, T/cp)
     probabilities = (teacher - of_teacher[..., None]).exp()
-    difference = sum_over_ranks((probabilities * (teacher - student)).sum(-1), group, False)
+    difference = reduce_from_ranks((probabilities * (teacher - student)).sum(-1), group)
     losses = (difference + of_student - of_teacher) * temperature**2
     counted = batch["target_ids"] != IGNORE_INDEX  # not prompts
     return (losses * counted).sum(), counted.sum(), {}

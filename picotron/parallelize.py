@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from picotron.config import Config
-from picotron.console import UserError
 from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
 from picotron.model.cross_entropy import chunk_loss
@@ -39,7 +38,8 @@ def build_stage(
     with torch.device("meta"):
         llama = Llama(model_config, attention_fn, config.training.activation_checkpointing == "full").to(dtype)
 
-        llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
+        # Replaces layers by their shards. (The overlapped form computes its products by itself, and not in float8.)
+        llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel, not config.model.float8)
         apply_context_parallel(llama, config.distributed)  # swaps the attention function
         stage = pipeline(llama)  # removes other stages' layers
     if config.training.activation_checkpointing == "selective":
@@ -71,17 +71,9 @@ def build_model(
         parameter.requires_grad_(not frozen(name))
     compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
     if config.model.float8:
-        from picotron.model.float8 import Float8Products, float8_product, use_float8
+        from picotron.model.float8 import use_float8
 
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise UserError(
-                f"model.float8=true needs a GPU with float8, such as an H100, not {torch.cuda.get_device_name(device)}; "
-                f"set it to false"
-            )
-        # By itself, because a column-parallel layer is not compiled with its decoder layer.
-        products = Float8Products(torch.compile(float8_product, dynamic=False) if compiles else float8_product)
-        for layer in unwrap(stage).model.layers.values():
-            use_float8(layer, products)
+        use_float8(unwrap(stage))
     if compiles:
         compile_model(unwrap(stage))
     if not whole:

@@ -47,6 +47,7 @@ VARIANTS = {
         "model.packed",
         "model.recompute",
         "optimizer.bfloat16_states",
+        "tensor_parallel.overlapped",
         "data.samples",
     ]
 }

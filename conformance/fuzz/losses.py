@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.training import Fails, Failure
 from picotron import process_group_manager as pgm
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from picotron.tensor_parallel.tp_communications import reduce_from_ranks
 from workbench.own_loops import batches
 from workbench.own_loops.log_probs import log_probs
 
@@ -63,7 +63,7 @@ def negative_entropy(logits: Tensor, _: Any = None) -> Tensor:
 def from_local_logits(head: Any, x: Tensor, batch: Batch) -> Any:
     """A sum over tokens of a function of each logit, which needs those of this rank only."""
     squares = head.local_logits(x).square().sum(-1)
-    total = sum_over_ranks(squares, pgm.process_group_manager.tp_group, sequence_parallel=False)
+    total = reduce_from_ranks(squares, pgm.process_group_manager.tp_group)
     return total.sum(), float(total.numel()), {}
 
 

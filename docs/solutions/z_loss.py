@@ -7,7 +7,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
-from picotron.tensor_parallel.tp_communications import sum_over_ranks
+from picotron.tensor_parallel.tp_communications import reduce_from_ranks
 
 
 def log_z(head: Any, x: Tensor) -> Tensor:
@@ -19,4 +19,4 @@ def log_z(head: Any, x: Tensor) -> Tensor:
     top = logits.detach().amax(-1)
     all_reduce(top, group, dist.ReduceOp.MAX)
     local = (logits - top[..., None]).exp().sum(-1)
-    return sum_over_ranks(local, group, sequence_parallel=False).log() + top
+    return reduce_from_ranks(local, group).log() + top

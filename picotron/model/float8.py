@@ -5,13 +5,15 @@ Weights, activations and gradients stay in the model's dtype. For a product, eac
 its largest element becomes the largest number of the format, and rounded. So there is no state between products.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from picotron.console import UserError
+from picotron.model.llama import Llama
 
 E4M3 = torch.float8_e4m3fn  # 3 bits of mantissa, up to 448: weights and activations
 E5M2 = torch.float8_e5m2  # 2 bits of mantissa, up to 57,344: gradients, whose elements differ more in size
@@ -41,45 +43,39 @@ class Float8Linear(torch.autograd.Function):
     """forward: y = x W'. backward: dx = dy W and dW = dy' x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: "Float8Products") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products = products
-        return products.product(x.flatten(0, -2), weight, E4M3, fast=True).view(*x.shape[:-1], -1)
+        return float8_product(x.flatten(0, -2), weight, E4M3, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), (needs_dx, needs_dweight, _) = ctx.saved_tensors, ctx.needs_input_grad
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), (needs_dx, needs_dweight) = ctx.saved_tensors, ctx.needs_input_grad
         dy = dy.flatten(0, -2)
-        dx = ctx.products.dx([dy], [weight]).view_as(x) if needs_dx else None
-        return dx, ctx.products.dweight(dy, x.flatten(0, -2)) if needs_dweight else None, None
+        dx = float8_product(dy, weight.t(), E5M2).view_as(x) if needs_dx else None
+        return dx, float8_product(dy.t(), x.flatten(0, -2).t(), E5M2) if needs_dweight else None
 
 
-class Float8Products:
-    """`linear.Products` in float8.
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `torch.nn.functional.linear` in float8."""
+    y = Float8Linear.apply(x, weight)
+    return y if bias is None else y + bias
 
-    Args:
-        product: `float8_product`, or the same compiled.
+
+def use_float8(model: Llama) -> None:
+    """Let the MLPs and `o_proj` of a Llama compute in float8. The projections to q, k and v do not: errors of scores
+    grow in their exponentials.
+
+    Raises:
+        UserError: the GPU has no float8.
     """
-
-    def __init__(self, product: Any = float8_product) -> None:
-        self.product = product
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = Float8Linear.apply(x, weight, self)
-        return y if bias is None else y + bias
-
-    def dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        parts = [self.product(dy, weight.t(), E5M2) for dy, weight in zip(dys, weights, strict=True)]
-        return sum(parts[1:], start=parts[0])
-
-    def dweight(self, dy: Tensor, x: Tensor) -> Tensor:
-        return self.product(dy.t(), x.t(), E5M2)
-
-
-def use_float8(layer: Any, products: Float8Products) -> None:
-    """Let the MLP and `o_proj` of a decoder layer compute in float8. The projections to q, k and v do not: errors of
-    scores grow in their exponentials.
-    """
-    for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-        linear.products = products
+    device = next(model.parameters()).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            f"model.float8=true needs a GPU with float8, such as an H100, not {torch.cuda.get_device_name(device)}; set it "
+            f"to false"
+        )
+    layers: Any = model.model.layers.values()
+    for layer in layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            linear.product = float8_linear

@@ -27,7 +27,6 @@ from picotron.model.cross_entropy import (
     linear_cross_entropy,
 )
 from picotron.model.families import differences, head_size
-from picotron.model.linear import Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -125,6 +124,22 @@ class HeadNorm(RMSNorm):
         return super().forward(x.unflatten(-1, (-1, len(self.weight)))).flatten(-2)
 
 
+class Linear(nn.Linear):
+    """`torch.nn.Linear` with a function that computes x W' + b: float8 and a backward in two halves have others."""
+
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+class Enter(nn.Module):
+    """Apply the first linear layers of a block to its input. (Tensor parallelism first makes x full on all ranks.)"""
+
+    def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return [linear(x) for linear in linears]
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; H query heads share K key/value heads (GQA, arXiv:2305.13245)."""
 
@@ -132,6 +147,7 @@ class Attention(nn.Module):
         super().__init__()
         differs, self.head_dim = differences(config), head_size(config)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.enter = Enter()
         self.q_proj = Linear(config.hidden_size, queries, differs.qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
         self.v_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
@@ -150,7 +166,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn = fused_attention) -> Tensor:
         B = x.size(0)
-        q, k, v = self.q_proj.together(x, self.k_proj, self.v_proj)
+        q, k, v = self.enter(x, self.q_proj, self.k_proj, self.v_proj)
         q, k = self.q_norm(q), self.k_norm(k)
         # H and K depend on the weights: a tp rank has H/tp query heads and max(1, K/tp) key/value heads.
         q, k, v = (
@@ -190,12 +206,13 @@ class MLP(nn.Module):
         super().__init__()
         bias = differences(config).mlp_bias
         self.act_fn = GatedActivation(ACTIVATIONS[config.hidden_act])
+        self.enter = Enter()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj.together(x, self.up_proj)  # (B, T, F) each
+        gate, up = self.enter(x, self.gate_proj, self.up_proj)  # (B, T, F) each
         return self.down_proj(self.act_fn(gate, up))
 
 

@@ -19,6 +19,7 @@ all-gather: together, they send as many bytes as one all-reduce. For an MLP, wit
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,48 +33,24 @@ from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.model.cross_entropy import VocabularyShard
 from picotron.model.families import differences, head_size
-from picotron.model.linear import Products
-from picotron.model.llama import Head, HeadNorm, Llama, RMSNorm
+from picotron.model.llama import Enter, Head, HeadNorm, Linear, Llama, RMSNorm
 from picotron.model.placement import Shard, place
 from picotron.process_group_manager import new_groups
-from picotron.tensor_parallel.tp_communications import (
-    all_gather,
-    copy_to_ranks,
-    gather_from_ranks,
-    mean_over_ranks,
-    start_all_gather,
-    start_sum,
-    sum_over_ranks,
-)
+from picotron.tensor_parallel.tp_communications import enter, gather_from_ranks, leave, mean_over_ranks
 
 
-class ColumnParallel(torch.autograd.Function):
-    """forward: y = x W' for several W (outputs/tp, D) that share x, so that x is gathered only once.
-    backward: dx = dy W, summed over these W and over the ranks, and meanwhile dW = dy' x.
+class TensorParallelEnter(Enter):
+    """`Enter` with column-parallel layers: x (B, T, D), or its shard (B, T/tp, D) with sequence parallelism ->
+    (B, T, outputs/tp) each. (`overlapped` has a faster one.)
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, products: Any, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel, ctx.products = group, sequence_parallel, products
-        ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
-        full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
-        return tuple(products.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        trained = ctx.needs_input_grad[4:]  # False for frozen weights
-        finish_x = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(trained) else lambda: x
-        dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
-        dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
-        finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)
-        inputs = finish_x().flatten(0, 1)  # (B * T, D); the sum of dx is on its way
-        dweights = [
-            ctx.products.dweight(dy, inputs) if needed else None for dy, needed in zip(dys, trained, strict=True)
-        ]
-        return finish_dx(), None, None, None, *dweights
+    def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        x = enter(x, self.group, self.sequence_parallel)
+        return [linear(x) for linear in linears]
 
 
 def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | None = None) -> nn.Parameter:
@@ -83,38 +60,20 @@ def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | No
     return parameter
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some of the outputs: x (B, T, D), or its shard (B, T/tp, D) ->
-    y (B, T, outputs/tp).
+class ColumnParallelLinear(Linear):
+    """A linear layer of which each rank computes some of the outputs: x (B, T, D) -> y (B, T, outputs/tp).
 
     Args:
         linear: the unsharded layer, on the meta device.
         shard: this rank's rows of the weight, and elements of the bias.
-        sequence_parallel: whether x is sharded along the sequence.
         sum_over: the ranks that hold the same rows, and use them for different query heads, see `Placement`.
     """
 
-    products: Any = Products  # with float8, others
-    function: Any = ColumnParallel  # of a schedule that defers weight gradients, another one
-
-    def __init__(
-        self, linear: nn.Linear, shard: Shard, sequence_parallel: bool, sum_over: dist.ProcessGroup | None = None
-    ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
-        self.weight = placed(linear.weight.new_empty(shard.size, linear.in_features), shard, sum_over)
-        self.bias = None if linear.bias is None else placed(linear.bias.new_empty(shard.size), shard, sum_over)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.together(x)[0]
-
-    @torch.compiler.disable  # torch.compile cannot overlap these collectives, and products gain nothing from it
-    def together(self, x: Tensor, *others: "ColumnParallelLinear") -> list[Tensor]:
-        """Apply this layer and others to the same x, which is gathered and whose gradient is summed only once."""
-        linears = (self, *others)
-        weights = (linear.weight for linear in linears)
-        ys = self.function.apply(x, self.group, self.sequence_parallel, self.products, *weights)
-        return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
+    def __init__(self, linear: nn.Linear, shard: Shard, sum_over: dist.ProcessGroup | None = None) -> None:
+        weight = linear.weight
+        super().__init__(linear.in_features, shard.size, linear.bias is not None, weight.device, weight.dtype)
+        for parameter in self.parameters():
+            place(parameter, shard=shard, sum_over=sum_over)
 
 
 class RowParallelLinear(nn.Module):
@@ -122,7 +81,7 @@ class RowParallelLinear(nn.Module):
     (B, T/tp, D) with sequence parallelism.
     """
 
-    products: Any = Products
+    product: Callable[..., Tensor] = staticmethod(F.linear)  # as in `Linear`
 
     def __init__(self, linear: nn.Linear, shard: Shard, sequence_parallel: bool) -> None:
         super().__init__()
@@ -132,8 +91,8 @@ class RowParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else placed(linear.bias.new_empty(linear.out_features), None, sum_over)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.products.linear(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
-        y = sum_over_ranks(y, self.group, self.sequence_parallel)
+        y = self.product(x, self.weight)  # (B, T, D), partial, so the bias is added after the sum
+        y = leave(y, self.group, self.sequence_parallel)
         return y if self.bias is None else y + self.bias
 
 
@@ -173,7 +132,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         y = F.embedding((input_ids - self.start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
         y = y.masked_fill(elsewhere[..., None], 0.0)  # (B, T, D), partial: one rank has the row, the others have zeros
-        return sum_over_ranks(y, self.group, self.sequence_parallel)
+        return leave(y, self.group, self.sequence_parallel)
 
 
 class VocabParallelHead(Head):
@@ -191,8 +150,7 @@ class VocabParallelHead(Head):
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full x, whose gradient is summed over the tp ranks."""
-        group = self.vocabulary.group
-        return all_gather(x, group) if self.sequence_parallel else copy_to_ranks(x, group)
+        return enter(x, self.vocabulary.group, self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         padded = F.linear(self.enter(x), self.weight)
@@ -229,11 +187,12 @@ def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
     return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, replicas=replicas)
 
 
-def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
+def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False, overlaps: bool = True) -> Llama:
     """Replace the layers of a Llama on the meta device by layers that hold this tp rank's shards.
 
     Args:
         sequence_parallel: whether to shard norms and residuals along the sequence; tp must divide T.
+        overlaps: whether messages and products overlap, see `overlapped`.
 
     Raises:
         UserError: see `check_tensor_parallel`.
@@ -254,14 +213,20 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llam
     untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
+    enters: type[TensorParallelEnter] = TensorParallelEnter
+    if overlaps:
+        from picotron.tensor_parallel.overlapped import OverlappedEnter
+
+        enters = OverlappedEnter
     for layer in decoder.layers.values():
         attention, mlp = layer.self_attn, layer.mlp
-        attention.q_proj = ColumnParallelLinear(attention.q_proj, queries, sequence_parallel)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, sequence_parallel, kv_replicas)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, sequence_parallel, kv_replicas)
+        attention.enter, mlp.enter = enters(sequence_parallel), enters(sequence_parallel)
+        attention.q_proj = ColumnParallelLinear(attention.q_proj, queries)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, kv_replicas)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, kv_replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, dataclasses.replace(queries, dim=1), sequence_parallel)
-        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden, sequence_parallel)
-        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden, sequence_parallel)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
         if differences(config).qk_norm == "all heads":
             attention.q_norm = NormOverRanks(attention.q_norm, queries)

@@ -103,8 +103,18 @@ gather_from_ranks = pair(start_all_gather,     keep_shard)            # sharded 
 
 
 @torch.compiler.disable
-def sum_over_ranks(partial: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
-    """Sum partial (B, T, D) over the ranks: to (B, T, D), or with sequence parallelism to a shard, (B, T/tp, D)."""
+def enter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Begin a block: return the full x (B, T, D) of x, or with sequence parallelism of its shard (B, T/tp, D). Its
+    gradient is summed over the ranks, each of which uses x in a different computation.
+    """
+    return all_gather(x, group) if sequence_parallel else copy_to_ranks(x, group)
+
+
+@torch.compiler.disable
+def leave(partial: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """End a block: sum partial (B, T, D) over the ranks to (B, T, D), or with sequence parallelism to a shard of it,
+    (B, T/tp, D).
+    """
     return reduce_scatter(partial, group) if sequence_parallel else reduce_from_ranks(partial, group)
 
 

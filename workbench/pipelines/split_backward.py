@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from picotron.model.linear import Linear, Products
-from picotron.tensor_parallel.tensor_parallel import ColumnParallel, ColumnParallelLinear, RowParallelLinear
+from picotron.model.llama import Linear
+from picotron.tensor_parallel.overlapped import ColumnParallel, OverlappedEnter, gradient_of_input
+from picotron.tensor_parallel.tensor_parallel import RowParallelLinear
 from picotron.tensor_parallel.tp_communications import start_all_gather, start_sum
 
 DeferredGrads = list[Callable[[], None]]
@@ -93,7 +94,8 @@ class SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
 
         def dweight() -> Tensor:
-            return Products.dweight(*(each.reshape(-1, each.size(-1)) for each in (dy, x)))
+            gradient, inputs = (each.reshape(-1, each.size(-1)) for each in (dy, x))
+            return gradient.t() @ inputs
 
         if _deferred is None:
             return dy @ weight, dweight() if ctx.needs_input_grad[1] else None
@@ -112,19 +114,15 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return y if bias is None else y + bias
 
 
-class SplitProducts(Products):
-    linear = staticmethod(split_linear)
-
-
 class SplitColumnParallel(ColumnParallel):
     """`ColumnParallel` whose weight gradients can be deferred. They gather x again when it is their turn."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, products: Any, *weights: Tensor
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.edges = gradient_edges(weights)
-        return ColumnParallel.forward(ctx, x, group, sequence_parallel, products, *weights)
+        return ColumnParallel.forward(ctx, x, group, sequence_parallel, *weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,23 +130,23 @@ class SplitColumnParallel(ColumnParallel):
             return ColumnParallel.backward(ctx, *gradients)
         x, *weights = ctx.saved_tensors
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
-        dx = ctx.products.dx(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
+        dx = gradient_of_input(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
         finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)
 
         def dweights() -> list[Tensor]:
             full_x = start_all_gather(x, ctx.group)() if ctx.sequence_parallel else x
-            return [ctx.products.dweight(dy, full_x.flatten(0, 1)) for dy in dys]
+            return [dy.t() @ full_x.flatten(0, 1) for dy in dys]
 
         defer(ctx.edges, dweights)
-        return finish_dx(), None, None, None, *[None] * len(weights)
+        return finish_dx(), None, None, *[None] * len(weights)
 
 
 def split_backward(model: nn.Module) -> None:
     """Let the backward of a model's linear layers be split."""
     for module in model.modules():
         if isinstance(module, (Linear, RowParallelLinear)):
-            module.products = SplitProducts
-        elif isinstance(module, ColumnParallelLinear):
+            module.product = split_linear
+        elif isinstance(module, OverlappedEnter):
             module.function = SplitColumnParallel
         elif type(module) is nn.Linear:  # a subclass may compute something else
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from conformance.oracle import assert_close, our_model, tiny_llama
 from conformance.training import pipeline_config, train
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
-from picotron.model.float8 import E4M3, E5M2, Float8Products, float8_product, quantise, use_float8
+from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
 from picotron.model.llama import rope
 from workbench.pipelines.engine import check_layout
 
@@ -43,7 +43,7 @@ def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None
 def test_gradients_are_products_of_rounded_operands() -> None:
     x, weight, dy = random(2, 9, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_(), random(2, 9, 48, seed=2)
     bias = torch.ones(48, requires_grad=True)
-    y = Float8Products().linear(x, weight, bias)
+    y = float8_linear(x, weight, bias)
     y.backward(dy)
     flat, dy8 = x.detach().flatten(0, 1), rounded(dy.flatten(0, 1), E5M2)
     weight8 = rounded(weight.detach(), E4M3)
@@ -56,7 +56,7 @@ def test_gradients_are_products_of_rounded_operands() -> None:
 def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
     model = our_model(MODEL, torch.bfloat16)
     layer = model.model.layers["0"]
-    use_float8(layer, Float8Products())
+    use_float8(model)
     tables = [table.bfloat16() for table in rope(MODEL, torch.arange(16)[None])]
 
     def run(function: Any) -> list[Tensor]:
@@ -96,10 +96,9 @@ def test_losses_decrease_as_in_bfloat16(pool: WorkerPool) -> None:
     assert (ours - theirs).abs().max() > 1e-4  # float8 is on
 
 
-def test_products_of_column_parallel_layers_are_compiled(pool: WorkerPool) -> None:
-    """Nothing else in them is: forward, the gradient of x and that of the weights. A graph has the other products."""
+def test_products_are_compiled_between_the_messages(pool: WorkerPool) -> None:
     (eager, none), (compiled, graphs) = pool.run(losses, 2, True)[0], pool.run(losses, 2, True, True)[0]
-    assert (none, graphs) == (0, 3 + 1)
+    assert none == 0 < graphs
     assert compiled == eager
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conformance.oracle import (
+    assert_close,
     drawn_weights,
     oracle_model,
     our_model,
@@ -37,9 +38,9 @@ def model_of(name: str) -> LlamaConfig:
     return tiny_llama(num_hidden_layers=2, **MODELS[name])
 
 
-def parallel_model(config: LlamaConfig, sequence_parallel: bool) -> Llama:
+def parallel_model(config: LlamaConfig, sequence_parallel: bool, overlaps: bool = True) -> Llama:
     with torch.device("meta"):
-        model = apply_tensor_parallel(Llama(config).to(torch.float64), sequence_parallel)
+        model = apply_tensor_parallel(Llama(config).to(torch.float64), sequence_parallel, overlaps)
     materialise(model, CPU, drawn_weights(config, 42))
     return model
 
@@ -47,6 +48,25 @@ def parallel_model(config: LlamaConfig, sequence_parallel: bool) -> Llama:
 def batch() -> tuple[Tensor, Tensor]:
     ids = torch.randint(61, (3, 17), generator=torch.Generator().manual_seed(1))
     return ids[:, :-1], ids[:, 1:]
+
+
+def loss_and_gradients(config: LlamaConfig, tp: int, sequence_parallel: bool, overlaps: bool) -> Tensor:
+    setup_process_group_manager(tp, 1, 1, 1)
+    model = parallel_model(config, sequence_parallel, overlaps)
+    ids, targets = batch()
+    loss = model(ids, target_ids=targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([each.detach().flatten() for each in (loss, *gradients)])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize(("name", "tp"), [("tied, biases, pad token", 2), ("kv heads < tp", 4)])
+def test_both_forms_of_a_block_are_equal(pool: WorkerPool, name: str, tp: int, sequence_parallel: bool) -> None:
+    """The overlapped one is the default, and compared with transformers in all layouts."""
+    plain, overlapped = (
+        pool.run(loss_and_gradients, tp, model_of(name), tp, sequence_parallel, overlaps) for overlaps in (False, True)
+    )
+    assert_close(torch.cat(plain), torch.cat(overlapped), 1e-12)
 
 
 def graph_breaks(sequence_parallel: bool) -> list[str]:
