@@ -97,13 +97,13 @@ def oracle_training(
     tokens: np.ndarray,
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
-    frozen: Callable[[str, int], bool] = lambda name, step: False,
+    frozen: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:
     """Train on one process, without shuffling the data.
 
     Args:
         dtype: dtype of the computation; in bfloat16, weights and gradients are in float32, with autocast.
-        frozen: whether the parameter of a name is frozen in a step (0, 1, ...).
+        frozen: whether the parameter of a name is frozen.
 
     Returns:
         The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
@@ -111,6 +111,8 @@ def oracle_training(
     training, batch, length = config.training, config.global_batch_size, config.training.seq_length
     wide = accumulation_dtype(torch.empty(0, dtype=dtype))
     model = oracle_model(model_config, our_model(model_config, wide, training.seed).state_dict(), wide, device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
     case = Case(
         "", "", Path(), last_step=training.total_train_steps, total_steps=training.total_train_steps,
         learning_rate=training.learning_rate, warmup_steps=training.warmup_steps, min_lr_ratio=training.min_lr_ratio,
@@ -122,8 +124,6 @@ def oracle_training(
     ])  # fmt: skip
 
     def batch_of(step: int) -> Batch:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not frozen(name, step))
         rows = windows[step * batch : (step + 1) * batch]
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 

@@ -31,7 +31,7 @@ def draw_case(seed: int, number: int) -> Case:
     - resume: steps before a checkpoint, and the changed keys of the layout that continues, or None. Each part begins
       with a checkpoint, too: that of the second part exists already;
     - data: kind of the data, seed, and what this kind needs;
-    - frozen: parts of the names of parameters that are frozen, and freezes_early: before or after they are wrapped;
+    - frozen: parts of the names of parameters that are frozen;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step;
     - looks: whether forward hooks read the inputs of linear layers;
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
@@ -83,7 +83,6 @@ def draw_case(seed: int, number: int) -> Case:
         "resume": resume,
         "data": data,
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
-        "freezes_early": dice.random() < 0.5,
         "between": dice.random() < 0.3,
         "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),

@@ -438,9 +438,7 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
             [["rate", 0.5]],
             [["load", seed]],
             [["assign", dice.choice(("data", "copy", "vector")), seed]],
-            [["freeze", name]],
-            [["freeze", name], *draw_step(dice, states), ["unfreeze", name]],
-            [["unfreeze", name]],
+            [[dice.choice(("freeze", "unfreeze")), name]],
             [["halve", name]],
             [["look"]],
         ]

@@ -90,7 +90,6 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     def frozen(name: str) -> bool:
         return any(part in name for part in case["frozen"])
 
-    early = (frozen,) if case["freezes_early"] else ()
     wrappers = {
         wrapper.__name__: functools.partial(wrapper, bucket_mb=case.get("bucket_mb"))
         for wrapper in (DataParallelBucket, DataParallelZero1)
@@ -103,10 +102,9 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         mock.patch.object(parallelize, "DataParallelBucket", wrappers["DataParallelBucket"]),
         mock.patch.object(zero1, "DataParallelZero1", wrappers["DataParallelZero1"]),
     ):
-        model = parallelize.build_model(config, model_config, pipeline, CPU, torch.float64, weights, *early)
+        model = parallelize.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
     llama = unwrap(model)
-    for name, parameter in llama.named_parameters():
-        parameter.requires_grad_(not frozen(name))
+    for name, _ in llama.named_parameters():
         if case.get("looks") and name.endswith("proj.weight"):
             llama.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
     optimizer = make_optimizer(model, config)

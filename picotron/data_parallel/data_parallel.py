@@ -50,7 +50,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Prepare for the next backward that reduces."""
-        self.pending_parameters: set[Tensor] = {p for p in self.parameters if p.requires_grad}  # frozen ones get none
+        self.pending_parameters: set[Tensor] = set(self.parameters)
 
     def launch(self) -> None:
         """Start to average the buffer over the group, while backward continues."""
@@ -109,8 +109,7 @@ class DataParallel(nn.Module):
             `cp_dp` group. In a group of one rank, there is nothing to reduce, so it has no effect.
         is_averaged: whether the gradients are those of the whole step: after `finish_grad_sync`, until the next
             gradient or `zero_grad`.
-        trained: parameters that have never been frozen, neither when the module was wrapped nor at the end of a step;
-            others cannot be unfrozen, because they have no gradient.
+        trained: parameters that were not frozen when the module was wrapped; only these have a gradient.
         names: names of the module's parameters.
         hooks: handles of all hooks, see `close`.
     """
@@ -192,7 +191,6 @@ class DataParallel(nn.Module):
         """Take `parameter.grad`. Autograd calls this once per backward, also for a tied weight."""
         if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
-        self.check_trained([parameter])
         is_summed = self.has_replicas or placement(parameter).sum_over or placement(parameter).is_tied
         if self.is_averaged and is_summed:
             raise UserError(
@@ -243,7 +241,7 @@ class DataParallel(nn.Module):
         one from an earlier micro-batch.
 
         Raises:
-            UserError: a parameter was frozen before, and is not any more.
+            UserError: a parameter has been frozen or unfrozen since it was wrapped.
         """
         if self.is_averaged:
             return
@@ -251,20 +249,20 @@ class DataParallel(nn.Module):
         while self.pending_buckets:
             self._reduce(self.pending_buckets.pop(0))
         self._end_reductions()
-        self.trained = {parameter for parameter in self.trained if parameter.requires_grad}
         sum_partial_gradients(self.module)
         sum_tied: Any = getattr(self.module, "sum_tied_gradients", None)
         if sum_tied is not None:
             sum_tied()
         self.is_averaged = True
 
-    def check_trained(self, parameters: Collection[Tensor] | None = None) -> None:
-        """Raise UserError if a parameter, by default any of the module, has been unfrozen: it has no gradient."""
-        for parameter in self.names if parameters is None else parameters:
-            if parameter.requires_grad and parameter not in self.trained:
+    def check_trained(self) -> None:
+        """Raise UserError if a parameter has been frozen or unfrozen since it was wrapped."""
+        for parameter, name in self.names.items():
+            if parameter.requires_grad != (parameter in self.trained):
+                change = "unfrozen" if parameter.requires_grad else "frozen"
                 raise UserError(
-                    f"{self.names[parameter]} requires a gradient, but was frozen before; unfreeze it before the module is "
-                    f"wrapped and the optimizer is made"
+                    f"{name} was {change} after its module was wrapped for data parallelism; set requires_grad before, for the "
+                    f"whole run"
                 )
 
     def parts(self) -> Iterator[list[nn.Parameter]]:

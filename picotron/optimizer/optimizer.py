@@ -26,8 +26,7 @@ def version_of(parameter: Tensor) -> tuple[int, torch.UntypedStorage]:
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) that reads each parameter's `main_grad`.
 
-    Parameters that do not require a gradient when the optimizer is made are frozen: it neither changes them nor has a
-    state for them. It does not change those that are frozen later, either.
+    Parameters that do not require a gradient are frozen: the optimizer neither changes them nor has a state for them.
 
     A bfloat16 weight has 8 bits of precision, so rounding would cancel most of its updates. The optimizer updates a
     float32 copy instead, the master weight, and rounds it to the weight (Micikevicius et al. 2017, arXiv:1710.03740).
@@ -101,7 +100,7 @@ class AdamW(torch.optim.AdamW):
 
     def update(self, parameters: list[nn.Parameter]) -> None:
         """Update some of the weights."""
-        parameters = [p for p in parameters if p in self.masters and p.requires_grad]
+        parameters = [p for p in parameters if p in self.masters]
         rounded = [p for p in parameters if p.dtype != self.masters[p].dtype]
         for changed in (p for p in rounded if version_of(p) != self.versions[p]):
             weight, master = owned_weight(changed), self.masters[changed]
@@ -130,21 +129,15 @@ class AdamW(torch.optim.AdamW):
         state = {name: self.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
         return state if master.dtype == parameter.dtype else state | {"master": master}
 
-    def updates(self) -> dict[nn.Parameter, int]:
-        """Return the number of updates of each parameter that has a state: fewer if it was frozen for some steps."""
-        return {p: int(self.state[master]["step"]) for p, master in self.masters.items() if self.state.get(master)}
-
     @torch.no_grad()
-    def restore(self, updates: dict[nn.Parameter, int], read: ReadState) -> None:
-        """Restore the state to resume from.
+    def restore(self, updates: int, read: ReadState) -> None:
+        """Restore the state after a number of updates.
 
         Args:
-            updates: number of updates of each parameter that has a state. The state of others, which were frozen
-                before, begins with their next step.
             read: function that fills a tensor of `state_of`, called as `read(parameter, name, tensor)`.
         """
-        for parameter in filter(self.masters.__contains__, updates):
-            self.state[self.masters[parameter]] = self.new_state(parameter, updates[parameter])
+        for parameter, master in self.masters.items():
+            self.state[master] = self.new_state(parameter, updates)
             for name, tensor in self.state_of(parameter).items():
                 read(parameter, name, tensor)
 

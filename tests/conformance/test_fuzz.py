@@ -26,7 +26,7 @@ OWN = {
 
 def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
     """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
-    case: Case = {"resume": None, "frozen": [], "freezes_early": False, "between": False, "given_up": None}
+    case: Case = {"resume": None, "frozen": [], "between": False, "given_up": None}
     case["looks"] = False
     case |= {key: changes.pop(key) for key in list(changes) if key in case}
     config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
@@ -77,7 +77,7 @@ CORNERS: dict[str, Case] = {
         data=CHATS | {"tokenizer": "metaspace first", "template": "Zephyr"}, pp=2, seq_length=61
     ),
     "frozen first stage, zero1": case_of(frozen=["embed_tokens", "layers.0."], dp=2, pp=2, dp_engine="zero1"),
-    "frozen head, zero3": case_of(frozen=["lm_head", "layers.1."], dp=2, dp_engine="zero3", freezes_early=True),
+    "frozen head, zero3": case_of(frozen=["lm_head", "layers.1."], dp=2, dp_engine="zero3"),
     "frozen norms, zero3": case_of(frozen=["model.norm", "input_layernorm"], dp=2, dp_engine="zero3"),
     "frozen norms, zero3, recomputation": case_of(
         frozen=["norm", "embed_tokens"], dp=2, dp_engine="zero3", activation_checkpointing="full"
@@ -184,7 +184,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         program_of(["backward", "regularised", True, 1], STEP, engine="zero3", ranks=2),
         "a weight was read outside of the module that holds it",
     ),
-    "unfrozen": (program_of(["unfreeze", "layers.0.bias"], BACKWARD, frozen=["layers.0.bias"]), "was frozen before"),
+    "unfrozen": (
+        program_of(["unfreeze", "layers.0.bias"], BACKWARD, STEP, frozen=["layers.0.bias"]),
+        "was unfrozen after",
+    ),
+    "frozen": (program_of(["freeze", "layers.0.bias"], BACKWARD, STEP), "was frozen after"),
 }
 
 

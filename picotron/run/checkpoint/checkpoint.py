@@ -56,7 +56,7 @@ class TrainerState(BaseModel):
     data_fingerprint: str = Field(validation_alias=AliasChoices("data_fingerprint", "order_of_samples"))
     """identifies the data and their order, in which `samples` is a position; picotron 0.1 calls it order_of_samples"""
     updates: dict[str, NonNegativeInt] = {}
-    """number of optimizer updates of each parameter that was frozen for some of the steps"""
+    """of earlier versions, in which parameters could be frozen for some of the steps: their numbers of updates"""
     seed: NonNegativeInt
     layout: str
     config: dict[str, Any]
@@ -271,7 +271,11 @@ class Checkpoint:
         return Progress(self.state.step, self.state.tokens, samples)
 
     def restore(self, optimizer: AdamW, llama: Llama) -> None:
-        """Load the optimizer's state, if the checkpoint has one."""
+        """Load the optimizer's state, if the checkpoint has one.
+
+        Raises:
+            UserError: the checkpoint's run has frozen other parameters than this one.
+        """
         if self.state is None or not self.has("exp_avg"):
             return
         names = {parameter: name for name, parameter in llama.named_parameters()}
@@ -282,12 +286,13 @@ class Checkpoint:
         def read(parameter: nn.Parameter, kind: str, tensor: Tensor) -> None:
             copy_part(tensor, parameter, names[parameter], readers[kind])
 
-        updates = {
-            parameter: self.state.updates.get(name, self.state.step)
-            for parameter, name in names.items()
-            if name in moments["exp_avg"].file_of
-        }
-        optimizer.restore(updates, read)
+        for parameter, name in names.items():
+            if (name in moments["exp_avg"].file_of) != (parameter in optimizer.masters) or name in self.state.updates:
+                raise UserError(
+                    f"{name} was frozen in {self.folder} or is now, and not for the whole run; freeze the same parameters, or "
+                    f"export the weights, and start a new run from them"
+                )
+        optimizer.restore(self.state.step, read)
 
 
 def check_same_model(

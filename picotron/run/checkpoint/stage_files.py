@@ -41,7 +41,6 @@ class TensorSlice:
         shape: shape of the shard or replica.
         shard: description of the shard, None for a replicated tensor.
         owned: description of the elements, None without ZeRO.
-        updates: number of optimizer updates of the parameter.
     """
 
     kind: str
@@ -50,7 +49,6 @@ class TensorSlice:
     shape: torch.Size
     shard: Shard | None
     owned: OwnedSlice | None
-    updates: int
 
     @property
     def full_shape(self) -> torch.Size:
@@ -59,15 +57,12 @@ class TensorSlice:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """Byte ranges of a file that a rank has written, and for each tensor in the file, its full size in bytes and the
-    number of updates of its parameter.
-    """
+    """Byte ranges of a file that a rank has written, and the full size in bytes of each tensor in the file."""
 
     kind: str
     file: str
     ranges: list[ByteRange]
     sizes: dict[str, int]
-    updates: dict[str, int]
 
 
 class StageFiles:
@@ -88,11 +83,10 @@ class StageFiles:
     def slices(self) -> list[TensorSlice]:
         """List the slices that this rank writes or sends, those of a kind one after the other."""
         slices: dict[str, list[TensorSlice]] = defaultdict(list)
-        updates = self.optimizer.updates()
         for name, parameter in self.llama.named_parameters():
             place = placement(parameter)
             if not place.is_replica and (pgm.process_group_manager.cp_dp_rank == 0 or place.owned):
-                known = parameter.shape, place.shard, place.owned, updates.get(parameter, 0)
+                known = parameter.shape, place.shard, place.owned
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
                     slices[kind].append(TensorSlice(kind, name, tensor.detach(), *known))
         return [each for of_kind in slices.values() for each in of_kind]
@@ -116,8 +110,7 @@ class StageFiles:
                 error = failure
                 continue
             sizes = {each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in tensors}
-            updates = {each.name: each.updates for each in tensors}
-            written.append(WrittenFile(kind, kind + suffix, ranges, sizes, updates))
+            written.append(WrittenFile(kind, kind + suffix, ranges, sizes))
         if error is not None:
             raise error
         return written

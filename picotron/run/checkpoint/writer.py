@@ -226,7 +226,6 @@ class CheckpointWriter:
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
-            updates={name: n for each in written for name, n in each.updates.items() if 0 < n != progress.step},
             seed=self.config.training.seed,
             layout=layout,
             config=self.config.model_dump(mode="json"),

@@ -34,7 +34,7 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Pa
     """
     model = wrapped(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model, config.training, fused=True)
-    optimizer.restore(dict.fromkeys(optimizer.masters, 0), lambda parameter, name, tensor: None)
+    optimizer.restore(0, lambda parameter, name, tensor: None)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
     write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
 
