@@ -282,7 +282,7 @@ def main() -> None:
             "distributed": {},
             "model": {"name": name, "dtype": "bfloat16"},
             "training": {"gradient_accumulation_steps": 4, **BATCHES.get(options.model, {})},
-            "dataset": {"name": "python-stdlib", "num_workers": 0},
+            "dataset": {"name": "python-stdlib"},
             "checkpoint": {"save_dir": folder},
         }
         try:

@@ -87,7 +87,7 @@ class WorkerPool:
     def _grow(self, size: int) -> None:
         while len(self.processes) < size:
             ours, theirs = self.context.Pipe()
-            # not a daemon, because daemons cannot start data workers
+            # not a daemon, because daemons cannot start processes, as tokenising does
             process = self.context.Process(target=_work, args=(theirs, self.backend))  # type: ignore[attr-defined]
             process.start()
             theirs.close()

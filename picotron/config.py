@@ -192,8 +192,6 @@ class Dataset(Section):
     """configuration of a hub data set; null: its default"""
     split: str = "train"
     """split of a hub data set, or a slice of one, such as train[:1000]"""
-    num_workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """processes per rank that read batches ahead; 0: the training process reads them"""
     num_proc: Processes = 1
     """processes that tokenise the data set; 1: the training process, with several threads"""
     text_column: str | None = None

@@ -57,7 +57,7 @@ def test_a_step_waits_for_the_gpu_only_once_for_its_metrics(reports_of: ReportsO
     for report in reports_of(name):
         assert report["error"] is None, f"rank {report['rank']}: {report['error']}"
         assert report["found"] == expected
-        assert report["copies"] == {"cpu to cuda in loader.py __next__": 2 * micro_batches}  # inputs and targets
+        assert report["copies"] == {"cpu to cuda in loader.py local": 2 * micro_batches}  # inputs and targets
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("cp2 ring zigzag", "cudnn"), ("cp2 ring packed", "flash")])

@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,17 +90,15 @@ def restart_with_fake_cuda() -> None:
         sys.exit(subprocess.run(sys.orig_argv, env=fake_cuda_environment(Path(folder)), check=False).returncode)
 
 
-class FakeDataLoader:
-    """torch's DataLoader without memory: pinned memory, which the real one uses for a GPU, needs a driver."""
+def without_memory(array: np.ndarray) -> Tensor:
+    """Return a fake tensor for a micro-batch of numbers, in the place of torch.from_numpy."""
+    return torch.empty(array.shape, dtype=torch.int64)
 
-    def __init__(self, dataset: Any, sampler: Iterable[Any], pin_memory: bool, **_: Any) -> None:
-        assert pin_memory, "the CPU would wait for copies to the GPU"
-        self.dataset, self.sampler = dataset, sampler
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for rows, _ in self.sampler:
-            shape = len(rows), len(self.dataset.positions)
-            yield {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "target_ids")}
+def pinned(tensor: Any) -> Any:
+    """Mark a tensor as pinned. Pinned memory needs a driver."""
+    tensor.marked_as_pinned = True
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +161,8 @@ def fake_cuda_rank(
     kernels = define_kernels()
     with contextlib.ExitStack() as stack:
         # The functions that would call the driver.
-        stack.enter_context(mock.patch("picotron.data.loader.DataLoader", FakeDataLoader))
+        stack.enter_context(mock.patch("torch.from_numpy", without_memory))
+        stack.enter_context(mock.patch("torch.Tensor.pin_memory", pinned))
         stack.enter_context(mock.patch("torch.cuda.get_device_name", return_value=device_name))
         stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         stack.enter_context(mock.patch("torch.cuda.max_memory_allocated", return_value=0))

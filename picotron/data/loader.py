@@ -7,21 +7,18 @@ so a position in the data is a single integer, the global sample number, in ever
 import hashlib
 import logging
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
 from picotron.data.rows import Rows, Samples, Text, TextRows
-from picotron.data.workers import ignore_stop_signals
 
 logger = logging.getLogger("picotron")
 
@@ -82,36 +79,6 @@ def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
         )
     logger.info("%s", summary)
     return training, evaluation
-
-
-class MicroBatches(Dataset[dict[str, Tensor]]):
-    """This rank's share of micro-batches, on the CPU. An index is the numbers of a micro-batch's rows, and the weight
-    of each counted target.
-
-    Args:
-        positions: the positions of a row that this cp rank holds.
-    """
-
-    def __init__(self, rows: Rows, positions: Tensor) -> None:
-        self.rows, self.positions = rows, positions
-
-    def __getitem__(self, index: tuple[np.ndarray, float]) -> dict[str, Tensor]:
-        numbers, weight = index
-        input_ids, target_ids, counted, documents = zip(*(self.rows[int(i)] for i in numbers), strict=True)
-        batch = {"input_ids": self.local(input_ids), "target_ids": self.local(target_ids)}
-        if counted[0] is not None:
-            batch["target_weights"] = self.local(counted).double() * weight
-        if documents[0] is not None:
-            lengths = np.concatenate(documents)
-            ends = lengths.cumsum()
-            position_ids = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
-            batch["position_ids"] = self.local(position_ids.reshape(len(numbers), -1))
-            batch["cu_seqlens"] = torch.from_numpy(np.append(0, ends).astype(np.int32))
-        return batch
-
-    def local(self, rows: Any) -> Tensor:
-        """(B, T) -> (B, T/cp)"""
-        return torch.from_numpy(np.stack(rows).astype(np.int64))[:, self.positions]
 
 
 def micro_batch_samples(
@@ -186,27 +153,30 @@ class MicroBatchDataLoader:
         shape = self.grad_acc_steps, grid.dp_world_size, training.micro_batch_size
         samples = start + np.arange(math.prod(shape)).reshape(shape)
         seed = training.seed if shuffle else None
-        loader = DataLoader(
-            MicroBatches(rows, positions),
-            batch_size=None,
-            # not a method: the iterator would refer to this loader, which would then never be freed
-            sampler=micro_batch_samples(rows, samples, grid.dp_rank, grid.cp_world_size, seed),
-            num_workers=config.dataset.num_workers,
-            # Forked workers share the memory-mapped tokens; other start methods would copy them to each worker.
-            multiprocessing_context="fork" if config.dataset.num_workers else None,
-            worker_init_fn=ignore_stop_signals,
-            pin_memory=device.type == "cuda",  # so that the CPU does not wait for copies to the GPU
-        )
-        # The only reference to the iterator, so that clearing the list ends the loader's processes. Processes
-        # that still run at exit would get SIGTERM from Python, which they ignore, and Python would wait forever.
-        self.iterators = [iter(loader)]
-        weakref.finalize(self, self.iterators.clear)
+        self.rows, self.positions = rows, positions
+        self.numbers = micro_batch_samples(rows, samples, grid.dp_rank, grid.cp_world_size, seed)
 
     def __iter__(self) -> "MicroBatchDataLoader":
         return self
 
     def __next__(self) -> dict[str, Any]:
+        numbers, weight = next(self.numbers)
+        input_ids, target_ids, counted, documents = zip(*(self.rows[int(i)] for i in numbers), strict=True)
         batch: dict[str, Any] = {"position_ids": self.position_ids, "hidden_states": None}
-        for name, tensor in next(self.iterators[0]).items():
-            batch[name] = tensor if name == "cu_seqlens" else tensor.to(self.device, non_blocking=True)
+        batch |= {"input_ids": self.local(input_ids), "target_ids": self.local(target_ids)}
+        if counted[0] is not None:
+            batch["target_weights"] = self.local(counted).double() * weight
+        if documents[0] is not None:
+            lengths = np.concatenate(documents)
+            ends = lengths.cumsum()
+            position_ids = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
+            batch["position_ids"] = self.local(position_ids.reshape(len(numbers), -1))
+            batch["cu_seqlens"] = torch.from_numpy(np.append(0, ends).astype(np.int32))
         return batch
+
+    def local(self, rows: Any) -> Tensor:
+        """(B, T) -> (B, T/cp), on the device"""
+        values = torch.from_numpy(np.stack(rows).astype(np.int64))[:, self.positions]
+        if self.device.type == "cuda":
+            values = values.pin_memory()  # so that the CPU does not wait for the copy
+        return values.to(self.device, non_blocking=True)

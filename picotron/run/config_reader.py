@@ -26,11 +26,12 @@ from picotron.run.config_conflicts import conflicts
 
 logger = logging.getLogger("picotron")
 
-# Keys of configs written for other trainers. They are accepted with a warning, and their values are never stored.
+# Keys of other trainers and of earlier versions. They are accepted with a warning, and their values are never stored.
 IGNORED = {
+    "dataset.num_workers": "batches are slices of a mapped file, which the training process reads",
     "environment.FLASH_ATTEN": "model.use_flash_attention selects the attention kernel",
     "environment.TOKENIZERS_PARALLELISM": "tokenisation uses dataset.num_proc processes",
-    "environment.HF_TOKEN": "secrets do not belong in configs: log in with `hf auth login`, or set HF_TOKEN in the shell",
+    "environment.HF_TOKEN": "secrets do not belong in configs and commands, which are recorded: log in with `hf auth login`, or set HF_TOKEN in the shell",
 }
 # Earlier names of keys. Files, finished runs and command lines may have them.
 RENAMED = {
@@ -171,7 +172,7 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
             raise UserError(f"{key} needs a value; for example {key} 1")
         name = key.removeprefix("--")
         if name in IGNORED:
-            raise UserError(f"{key} is not accepted on the command line, which other programs record; {IGNORED[name]}")
+            raise UserError(f"{key} has no effect, because {IGNORED[name]}; remove it")
         name = RENAMED.get(name, name)
         override(data, name, read_value(name, words.pop(0)))
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError, first_line, print_line
-from picotron.data.workers import STOP_SIGNALS
 from picotron.model.families import architecture
 from picotron.run.run_folder import parse_load_path
 
@@ -28,9 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("picotron")
 
 PARENT = os.getppid()
-# Keys that may differ between machines: names of files and runs, and numbers of processes that read data.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# Keys that may differ between machines: names of files and runs, and numbers of processes that tokenise.
 OF_MACHINES = """
-    model.name model.tokenizer dataset.name dataset.mixture dataset.num_workers dataset.num_proc
+    model.name model.tokenizer dataset.name dataset.mixture dataset.num_proc
     distributed.pp_recording checkpoint.save_dir logging.run_name logging.project_name
 """
 # Keys of the model's config.json that change a run, besides those of its architecture.
@@ -219,8 +219,8 @@ def sentence_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return (
-            f"a process that reads data has ended ({first_line(error)}), as it does if memory runs out; use fewer "
-            f"dataset.num_workers or dataset.num_proc"
+            f"a process that tokenises has ended ({first_line(error)}), as it does if memory runs out; use a smaller "
+            f"dataset.num_proc"
         )
     return None
 

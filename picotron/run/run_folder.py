@@ -26,7 +26,7 @@ from picotron.files import locked, parse_json, unfinished, write_atomically
 
 logger = logging.getLogger("picotron")
 
-CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in workers, which may live longer than the run
+CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in forked processes, which may live longer
 os.register_at_fork(after_in_child=CLAIM.close)
 LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
 

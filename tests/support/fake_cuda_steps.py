@@ -88,15 +88,15 @@ class Waits(TorchDispatchMode):
 
     def note_copy(self, name: str, args: Any, kwargs: Any) -> None:
         if name == "aten.copy_.default":
-            target, source = args[0].device.type, args[1].device.type
+            tensor, target = args[1], args[0].device.type
             asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         else:
-            source = args[0].device.type
-            target = torch.device(kwargs.get("device") or source).type
+            tensor, target = args[0], torch.device(kwargs.get("device") or args[0].device).type
             asynchronous = kwargs.get("non_blocking", False)
+        source = tensor.device.type
         if source == target:
             return
-        if asynchronous:
+        if asynchronous and (source == "cuda" or hasattr(tensor, "marked_as_pinned")):
             self.copies[f"{source} to {target} in {place(sys._getframe())}"] += 1
         else:
             self.note(f"copy from {source} to {target}")

@@ -135,9 +135,8 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
 
 def run_stages(config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> list[Step]:
     """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
-    # Compilation and data-loader workers do not change the messages, so they are switched off.
-    changes = {"training": {"compile": False}, "dataset": {"num_workers": 0}}
-    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
+    training = config.training.model_copy(update={"compile": False})  # compilation does not change the messages
+    config = config.model_copy(update={"training": training})
     per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
     kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
     for rank, kind in enumerate(kinds):

@@ -8,7 +8,10 @@ import json
 import logging
 import os
 import re
+import signal
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,9 +28,9 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
-from picotron.data.workers import ignore_stop_signals
 from picotron.files import parse_json
 from picotron.run.hub import connect
+from picotron.run.launch import STOP_SIGNALS
 from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
@@ -292,9 +295,20 @@ class Encoding(Dataset[Encoded]):
         return Encoded(parts, size, len(records), problems, encoder.ignored.copy())
 
 
-def _start_worker(worker: int) -> None:
-    ignore_stop_signals(worker)
+def _start_worker(_: int) -> None:
+    """Initialise a process that tokenises. Terminals and schedulers signal it, too, but only its parent decides when it
+    ends. It ends with its parent, even while it waits for somebody to read its results.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _broken(total: int, count: int, first: list[str]) -> str:

@@ -63,7 +63,7 @@ class SlurmResources:
                 f"{job.config_file}: {world_size} processes do not divide evenly into nodes of {gpus_per_node}; "
                 f"use --gpus_per_node {fits}, or other sizes in the config"
             )
-        cores = processes * (config.environment.OMP_NUM_THREADS + config.dataset.num_workers)
+        cores = processes * config.environment.OMP_NUM_THREADS
         return cls(nodes, processes, cores, 0 if config.distributed.use_cpu else processes)
 
 

@@ -63,6 +63,7 @@ def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(ca
     with caplog.at_level(logging.WARNING):
         config = parse_config(json.loads(json.dumps(OTHER_TRAINERS)))
     assert [line.split(" ")[0].split("=")[0] for line in caplog.messages] == [
+        "dataset.num_workers",
         "environment.TOKENIZERS_PARALLELISM",
         "environment.FLASH_ATTEN",
         "environment.HF_TOKEN",

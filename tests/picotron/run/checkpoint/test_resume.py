@@ -146,13 +146,10 @@ def start(home: Path, command: list[str], words: list[str]) -> subprocess.Comple
 
 
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
-    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT.
-
-    The signal is sent to the process group, as by Ctrl-C in a terminal, so data workers receive it, too.
-    """
+    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
     stopped = program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
-    keys = {"checkpoint.save_frequency": 0, "dataset.num_workers": 1}
-    result = start(home, [sys.executable, stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": 0})
+    result = start(home, [sys.executable, stopped], words)
     assert result.returncode == 128 + signal.SIGINT
     assert "Traceback" not in result.stderr
     assert "error" not in result.stderr
