@@ -25,7 +25,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Model
 from picotron.console import Parser, UserError, number, print_line
 from picotron.model.families import differences
@@ -86,7 +85,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
                 "dp_size": dp_size,
                 "use_cpu": not torch.cuda.is_available(),
             },
-            "model": {"name": str(folder)},
+            "model": {"name": folder.absolute().name},  # machines may have the model in different places
             "training": {"seq_length": 1},  # `generate` checks lengths
             "dataset": {"name": "none"},
             "environment": {"OMP_NUM_THREADS": torch.get_num_threads()},
@@ -97,11 +96,6 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
     device = set_up_device(config)
     init_process_group(config, device, model_config, plan.identity)
     setup_process_group_manager(tp_size, 1, pp_size, dp_size)
-    names = run_on_all_ranks(lambda: folder.name)  # not paths: machines can have the same model in different places
-    if other := next((name for name in names if name != names[0]), None):
-        raise UserError(
-            f"some ranks read {names[0]} and others {other}, because a run is writing checkpoints; name one of them"
-        )
     weights = Checkpoint(folder, weights_only=True).weights()
     stage: Any = build_stage(config, model_config, plan.wrap, device, model_config.dtype, weights)
     return stage

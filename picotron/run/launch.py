@@ -18,8 +18,6 @@ import torch.distributed as dist
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import LinePrinter, UserError, first_line, print_line
-from picotron.model.families import architecture
-from picotron.run.run_folder import parse_load_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,13 +26,6 @@ logger = logging.getLogger("picotron")
 
 PARENT = os.getppid()
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Keys that may differ between machines: names of files and runs, and numbers of processes that tokenise.
-OF_MACHINES = """
-    model.name model.tokenizer dataset.name dataset.mixture dataset.num_proc
-    distributed.pp_recording checkpoint.save_dir logging.run_name logging.project_name
-"""
-# Keys of the model's config.json that change a run, besides those of its architecture.
-OF_MODEL = ("num_hidden_layers", "initializer_range", "pad_token_id", "eos_token_id")
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -130,36 +121,26 @@ def init_process_group(
 def check_same_config(
     config: Config, model_config: "PreTrainedConfig | None" = None, schedule: str | None = None
 ) -> None:
-    """Raise a UserError on every rank if the ranks have different configs, apart from names of files and runs, or have
-    read different models or schedules from the files of these names.
+    """Raise a UserError on every rank if the ranks have different configs, apart from `environment`, or have read
+    different models or schedules from their files.
 
     Args:
-        model_config, schedule: config of the model, and `identity` of the plan of its pipeline; None: the program has a
-            model of its own.
+        model_config: config of the model; None: the program has a model of its own.
+        schedule: `identity` of the plan of the pipeline, if a plan runs it.
     """
     sections = config.model_dump(mode="json", exclude={"environment"})
     own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    latest, start = parse_load_path(config.checkpoint.load_path)
-    own["checkpoint.load_path"] = " or ".join(["latest"] * latest + ["a folder"] * bool(start))
-    own["distributed.pp_engine"] = config.distributed.pp_engine.partition(":")[0]  # csv, without its file
-    files: dict[str, Any] = {}
+    own["the schedule's SHA-256"] = hashlib.sha256((schedule or "").encode()).hexdigest()[:24]
     if model_config is not None:
-        files = architecture(model_config) | {key: getattr(model_config, key) for key in OF_MODEL}
-        files = {f"the model's {key}": value for key, value in files.items()}
-    if schedule is not None:
-        files["the schedule's SHA-256"] = hashlib.sha256(schedule.encode()).hexdigest()[:24]
-    first, *others = run_on_all_ranks(
-        lambda: {key: value for key, value in own.items() if key not in OF_MACHINES.split()} | files
-    )
+        own |= {f"the model's {key}": value for key, value in model_config.to_dict().items()}
+    first, *others = run_on_all_ranks(lambda: own)
     for rank, other in enumerate(others, 1):
-        for key in first:
-            if other[key] != first[key]:
-                remedy = (
-                    "copy the same files to all machines"
-                    if key in files
-                    else "start all processes with the same config"
+        for key in first | other:
+            if first.get(key) != other.get(key):
+                raise UserError(
+                    f"rank {rank} has {key}={other.get(key)!r}, but rank 0 has {first.get(key)!r}; start all processes "
+                    f"with the same config and the same files"
                 )
-                raise UserError(f"rank {rank} has {key}={other[key]!r}, but rank 0 has {first[key]!r}; {remedy}")
 
 
 class StopSignals:
