@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("picotron")
 
 PARENT = os.getppid()
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -153,7 +152,7 @@ class StopSignals:
     received = 0  # the signal's number
 
     def __init__(self) -> None:
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._note)
 

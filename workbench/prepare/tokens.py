@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import signal
 import tempfile
 import threading
 import time
@@ -30,7 +29,6 @@ from picotron.console import UserError, first_line
 from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
 from picotron.files import parse_json
 from picotron.run.hub import connect
-from picotron.run.launch import STOP_SIGNALS
 from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
@@ -296,11 +294,7 @@ class Encoding(Dataset[Encoded]):
 
 
 def _start_worker(_: int) -> None:
-    """Initialise a process that tokenises. Terminals and schedulers signal it, too, but only its parent decides when it
-    ends. It ends with its parent, even while it waits for somebody to read its results.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    """Initialise a process that tokenises. It ends with its parent, even while it is busy."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
 

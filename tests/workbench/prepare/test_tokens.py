@@ -1,8 +1,11 @@
 """Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -180,3 +183,33 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
     config = make_config(model__tokenizer=str(tmp_path / "other"))
     found = read_tokenizer(config, tiny_llama(vocab_size=300))
     assert found.backend_tokenizer.truncation is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
+    tokenizer: str, tmp_path: Path, number: int
+) -> None:
+    """Ctrl-C reaches all of them; a kill reaches the parent alone. In both cases, they are busy for a long time."""
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    program = (
+        "import os, signal, sys, time; from workbench.prepare import tokens, __main__ as prepare\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def encode(*_):\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+        "    time.sleep(600)\n"
+        "tokens.Encoding.__getitem__ = encode\n"
+        "prepare.exit_on_error(prepare.main)\n"
+    )
+    keys = {"dataset.name": tmp_path / "x.jsonl", "dataset.num_proc": 2, "model.tokenizer": tokenizer}
+    words = [f"--{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-c", program, "--config", "docs/small.json", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        child = tmp_path / "child"
+        while not (child.exists() and child.read_text().endswith("\n")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        _, printed = process.communicate(timeout=60)  # which waits for all processes that can print
+    assert process.returncode == (128 + number if number == signal.SIGINT else -number)
+    assert "Traceback" not in printed
