@@ -83,6 +83,19 @@ class Distributed(Section):
     """state that data-parallel ranks shard: zero1 the optimizer; zero3 also weights and gradients; the others none"""
     pp_engine: Engine = "1f1b"
     """pipeline schedule for pp_size > 1: a name, auto to search for the fastest one, or csv:FILE to read a file"""
+    backend: Literal["nccl", "gloo"] | None = None
+    """communication library; null: nccl on GPUs, gloo on the CPU"""
+    use_cpu: bool = False
+    """train on the CPU, even on a machine with GPUs"""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.pp_size * self.cp_size * self.tp_size
+
+
+class Schedule(Section):
+    """The schedules and stages that the workbench has, which also checks them, see `Config.needs_workbench`."""
+
     pp_chunks: Positive | None = None
     """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""
     pp_group_size: Positive | None = None
@@ -95,14 +108,6 @@ class Distributed(Section):
     """contents of the stages, such as Et*2|tt|tL (E embedding, t layer, L head, | next stage); null: balanced costs"""
     pp_keep_activations: NonNegative = 0
     """micro-batches in flight on a pp rank that keep their activations although activation_checkpointing is full"""
-    backend: Literal["nccl", "gloo"] | None = None
-    """communication library; null: nccl on GPUs, gloo on the CPU"""
-    use_cpu: bool = False
-    """train on the CPU, even on a machine with GPUs"""
-
-    @property
-    def world_size(self) -> int:
-        return self.dp_size * self.pp_size * self.cp_size * self.tp_size
 
 
 class Model(Section):
@@ -276,6 +281,7 @@ class Environment(Section):
 
 class Config(Section):
     distributed: Distributed = Distributed()
+    schedule: Schedule = Schedule()
     model: Model
     training: Training = Training()
     dataset: Dataset
@@ -289,8 +295,8 @@ class Config(Section):
         stages written by hand, or keeps some activations, or its actions are recorded or logged.
         """
         layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
-        other = layout.pp_engine not in ("afab", "1f1b") or layout.pp_chunks or layout.pp_group_size or layout.pp_layout
-        return layout.pp_size > 1 and bool(other or layout.pp_keep_activations or watches)
+        other = layout.pp_engine not in ("afab", "1f1b") or watches
+        return bool(layout.pp_size > 1 and other) or self.schedule != Schedule()
 
     @property
     def held_out_sequences(self) -> int:

@@ -24,11 +24,11 @@ def training_command(request: Request, schedule: Schedule) -> str:
         "training.gradient_accumulation_steps": schedule.micro_batches,
     }
     if by_name and SCHEDULES[request.schedule].any_chunks:
-        options["distributed.pp_chunks"] = schedule.chunks
+        options["schedule.pp_chunks"] = schedule.chunks
     if by_name and SCHEDULES[request.schedule].has_groups and request.group_size:
-        options["distributed.pp_group_size"] = request.group_size
+        options["schedule.pp_group_size"] = request.group_size
     if request.layout:
-        options["distributed.pp_layout"] = shlex.quote(request.layout)
+        options["schedule.pp_layout"] = shlex.quote(request.layout)
     layers = count_layers(request.layout) if request.layout else max(LAYERS, schedule.num_stages)
     if layers != LAYERS:
         options["model.num_hidden_layers"] = layers

@@ -66,7 +66,7 @@ def draw_case(seed: int, number: int) -> Case:
         config["model.use_flash_attention"] = False
     if config["training.activation_checkpointing"] != "full":
         for keys in (config, *layouts):
-            keys.pop("distributed.pp_keep_activations", None)
+            keys.pop("schedule.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
     if resume and random.Random(f"{seed} {number} first").random() < 0.2:
         resume["after"] = 0
@@ -92,10 +92,10 @@ def draw_case(seed: int, number: int) -> Case:
 
 NO_LAYOUT: dict[str, Any] = {
     "distributed.pp_engine": "1f1b",
-    "distributed.pp_chunks": None,
-    "distributed.pp_group_size": None,
-    "distributed.pp_layout": None,
-    "distributed.pp_keep_activations": 0,
+    "schedule.pp_chunks": None,
+    "schedule.pp_group_size": None,
+    "schedule.pp_layout": None,
+    "schedule.pp_keep_activations": 0,
     "distributed.sequence_parallel": False,
     "distributed.cp_engine": "ring",
     "distributed.cp_sharding": "zigzag",
@@ -124,13 +124,13 @@ def draw_layout(dice: random.Random) -> dict[str, Any]:
         recipe = SCHEDULES.get(engine)
         chunks = recipe.chunks if recipe else 1
         if recipe and recipe.any_chunks and dice.random() < 0.4:
-            chunks = layout["distributed.pp_chunks"] = dice.randint(1, 3 if pp == 2 else 2)
+            chunks = layout["schedule.pp_chunks"] = dice.randint(1, 3 if pp == 2 else 2)
         if recipe and recipe.has_groups and dice.random() < 0.2:
-            layout["distributed.pp_group_size"] = pp
+            layout["schedule.pp_group_size"] = pp
         if engine != "auto" and dice.random() < 0.3:
-            layout["distributed.pp_layout"] = draw_stages(dice, pp, chunks)
+            layout["schedule.pp_layout"] = draw_stages(dice, pp, chunks)
         if dice.random() < 0.2:
-            layout["distributed.pp_keep_activations"] = 1  # with recomputation, see `draw_training`
+            layout["schedule.pp_keep_activations"] = 1  # with recomputation, see `draw_training`
     return layout
 
 
@@ -155,7 +155,7 @@ def draw_stages(dice: random.Random, pp: int, chunks: int) -> str:
 
 def layers_of(layout: dict[str, Any]) -> int | None:
     """Return the number of layers that a layout's stages ask for; None: any from the number of stages on."""
-    stages = layout.get("distributed.pp_layout")
+    stages = layout.get("schedule.pp_layout")
     return stages.count("t") if stages else None
 
 
@@ -164,7 +164,7 @@ def least_layers(layout: dict[str, Any]) -> int:
     if pp == 1:
         return 1
     default = SCHEDULES[engine].chunks if engine in SCHEDULES else 1
-    return pp * layout.get("distributed.pp_chunks", default)
+    return pp * layout.get("schedule.pp_chunks", default)
 
 
 def draw_length(dice: random.Random, layouts: list[dict[str, Any]], lengths: tuple[int, ...]) -> int:
@@ -212,7 +212,7 @@ def draw_model(dice: random.Random, layouts: list[dict[str, Any]]) -> dict[str, 
     least = max(map(least_layers, [each for each in layouts if layers_of(each) is None]), default=1)
     if fixed and (min(fixed) != max(fixed) or least > fixed[0]):
         for layout in layouts:
-            layout.pop("distributed.pp_layout", None)
+            layout.pop("schedule.pp_layout", None)
         fixed, least = [], max(map(least_layers, layouts))
     vocab = dice.choice((5, 31, 61, 64, 97))
     tied = dice.random() < 0.4

@@ -20,26 +20,6 @@ def conflicts(config: Config) -> Iterator[str]:
             f"cp_size={layout.cp_size} requires; set backend to null, or use_cpu to true"
         )
 
-    for key in ("pp_chunks", "pp_group_size", "pp_max_activations", "pp_recording", "pp_layout", "pp_keep_activations"):
-        value = getattr(layout, key)
-        if layout.pp_size == 1 and value not in (None, 0, 1):  # of which none has an effect
-            yield f"distributed.{key}={value!r} needs a pipeline, but pp_size=1; remove it"
-    for key in ("pp_max_activations", "pp_recording"):
-        value = getattr(layout, key)
-        if value is not None and layout.pp_engine != "auto":
-            yield f"distributed.{key}={value!r} is for pp_engine='auto', not {layout.pp_engine!r}; remove it"
-    if layout.pp_group_size is not None and (layout.pp_engine == "auto" or layout.pp_engine.startswith("csv:")):
-        yield (
-            f"distributed.pp_group_size={layout.pp_group_size} cannot be used with pp_engine={layout.pp_engine!r}; "
-            f"remove it"
-        )
-    if layout.pp_keep_activations and training.activation_checkpointing != "full":
-        yield (
-            f"distributed.pp_keep_activations={layout.pp_keep_activations} needs "
-            f"training.activation_checkpointing='full', not {training.activation_checkpointing!r}, with which no whole "
-            f"layers are recomputed; remove one of them"
-        )
-
     if warmup >= steps:
         yield f"training.warmup_steps={warmup} must be less than total_train_steps={steps}; use at most {steps - 1}"
     if training.decay_steps and training.lr_scheduler != "wsd":

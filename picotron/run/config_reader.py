@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from picotron.config import Config, Section, leaf_of, read_string
+from picotron.config import Config, Schedule, Section, leaf_of, read_string
 from picotron.console import Parser, UserError, invalid_value, number
 from picotron.files import read_object
 from picotron.run.config_conflicts import conflicts
@@ -35,8 +35,9 @@ IGNORED = {
 }
 # Earlier names of keys. Files, finished runs and command lines may have them.
 RENAMED = {
-    "distributed.pp_memory": "distributed.pp_max_activations",
-    "distributed.pp_costs": "distributed.pp_recording",
+    "distributed.pp_memory": "schedule.pp_max_activations",
+    "distributed.pp_costs": "schedule.pp_recording",
+    **{f"distributed.{key}": f"schedule.{key}" for key in Schedule.model_fields},
 }
 
 
@@ -83,10 +84,11 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
             logger.warning("%s is ignored: %s", key, IGNORED[key])
             del kept[section][name]
         elif key in RENAMED:
-            current = RENAMED[key].partition(".")[2]
-            if current in kept[section]:
+            place, _, current = RENAMED[key].partition(".")
+            target = kept.setdefault(place, {})
+            if not isinstance(target, dict) or current in target:
                 raise UserError(f"{key} is the earlier name of {RENAMED[key]}; remove one of them")
-            kept[section][current] = kept[section].pop(name)
+            target[current] = kept[section].pop(name)
     return kept
 
 

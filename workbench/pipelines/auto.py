@@ -26,13 +26,13 @@ def search_schedule(config: "Config", model_config: "PreTrainedConfig") -> Sched
         UserError: the recorded run does not match the config, or the stages do not fit the model.
     """
     layout = config.distributed
-    memory = layout.pp_size if layout.pp_max_activations is None else layout.pp_max_activations
-    if layout.pp_recording is None:
+    memory = layout.pp_size if config.schedule.pp_max_activations is None else config.schedule.pp_max_activations
+    if config.schedule.pp_recording is None:
         found, source, unit = _search_with_estimates(config, model_config, memory), "estimated by FLOPs", "forwards"
     else:
         found, source, unit = (
             _search_with_recording(config, model_config, memory),
-            f"measured in {layout.pp_recording!r}",
+            f"measured in {config.schedule.pp_recording!r}",
             "s",
         )
     schedule = found.schedule
@@ -59,9 +59,9 @@ def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", m
         weights = stage_weights(model_config, stages, training.seq_length, layout.pp_size)
         return Costs(B=2.0 + recompute, I=1.0 + recompute, weights=weights, p2p=ESTIMATED_MESSAGE)
 
-    chunks = layout.pp_chunks
-    if chunks is None and layout.pp_layout is not None:
-        chunks = max(1, count_stages(layout.pp_layout) // layout.pp_size)
+    chunks = config.schedule.pp_chunks
+    if chunks is None and config.schedule.pp_layout is not None:
+        chunks = max(1, count_stages(config.schedule.pp_layout) // layout.pp_size)
     elif chunks is None and model_config.num_hidden_layers < 2 * layout.pp_size:
         chunks = 1
     options, deferred = {shape: costs_of(shape) for shape in shapes(chunks)}, deferred_fraction(config, model_config)
@@ -70,16 +70,20 @@ def _search_with_estimates(config: "Config", model_config: "PreTrainedConfig", m
 
 def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", memory: float) -> Found:
     layout = config.distributed
-    assert layout.pp_recording is not None
-    recorded, costs = recorded_costs(layout.pp_recording)
-    for key, theirs in (("pp_size", recorded.pp), ("pp_chunks", recorded.chunks)):
-        ours = getattr(layout, key)
+    assert config.schedule.pp_recording is not None
+    recorded, costs = recorded_costs(config.schedule.pp_recording)
+    for key, ours, theirs in (
+        ("pp_size", layout.pp_size, recorded.pp),
+        ("pp_chunks", config.schedule.pp_chunks, recorded.chunks),
+    ):
         if ours not in (theirs, None):
             raise UserError(
-                f"the run in pp_recording={layout.pp_recording!r} has {key}={theirs}, but the config has {ours}; make them equal"
+                f"the run in pp_recording={config.schedule.pp_recording!r} has {key}={theirs}, but the config has {ours}; make them equal"
             )
     shape = recorded.chunks, recorded.placement
-    check_recording(layout.pp_recording, settings_of(config, model_config, layout_stages(config, model_config, shape)))
+    check_recording(
+        config.schedule.pp_recording, settings_of(config, model_config, layout_stages(config, model_config, shape))
+    )
     micro_batches, deferred = config.training.gradient_accumulation_steps, deferred_fraction(config, model_config)
     return fastest_schedule(layout.pp_size, micro_batches, memory, {shape: costs}, deferred)
 

@@ -1,4 +1,4 @@
-"""Pipeline stages written as text (`distributed.pp_layout`), and how long each takes. No torch.
+"""Pipeline stages written as text (`schedule.pp_layout`), and how long each takes. No torch.
 
 The notation is that of Megatron-LM's `--pipeline-model-parallel-layout`. E is the embedding, t a (transformer) layer, L
 the head with its loss, and | a boundary between two stages. x*n repeats x n times, where x is one of these or a group
@@ -34,7 +34,7 @@ def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequen
     Raises:
         UserError: the stages do not fit the model, or a rank would hold nothing.
     """
-    layout = config.distributed.pp_layout
+    layout = config.schedule.pp_layout
     if layout is None:
         return balanced_stages(model_config, config.training.seq_length, ranks)
     stages = parse_stages(layout, model_config.num_hidden_layers, len(ranks))

@@ -118,7 +118,7 @@ def settings_of(config: "Config", model_config: "PreTrainedConfig", stages: Sequ
         **{f"{key} of the model": value for key, value in architecture(model_config).items()},
         **keys,
         "training.compile": not layout.use_cpu if compiled is None else compiled,
-        "distributed.pp_keep_activations": layout.pp_keep_activations,
+        "distributed.pp_keep_activations": config.schedule.pp_keep_activations,  # its name in earlier recordings
         "dataset.mask_documents": config.dataset.masks_documents,
         "environment.OMP_NUM_THREADS": config.environment.OMP_NUM_THREADS if layout.use_cpu else None,
         # With ZeRO-3, actions wait for weights; all other data parallelism runs between actions.

@@ -33,7 +33,7 @@ FLAGS = AXES | {
 BRIEF = {  # parts of brief names, with the value as {}
     "distributed.dp_engine": "{}",
     "distributed.pp_engine": "{}",
-    "distributed.pp_chunks": "chunks{}",
+    "schedule.pp_chunks": "chunks{}",
     "distributed.sequence_parallel": "sp",
     "training.activation_checkpointing": "{}",
 }

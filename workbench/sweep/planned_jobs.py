@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from picotron.config import Config, Distributed, Logging
+from picotron.config import Config, Logging, Schedule
 from picotron.config import Model as ModelSection
 from picotron.console import UserError, text_table
 from picotron.files import write_atomically
@@ -154,17 +154,17 @@ def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Comb
     those with which a stage has 1, 2, 4, ... layers.
     """
     yield combination, config
-    layout, model_config, key = config.distributed, load_cached(config.model), "distributed.pp_chunks"
+    layout, model_config, key = config.distributed, load_cached(config.model), "schedule.pp_chunks"
     recipe = SCHEDULES.get(layout.pp_engine)
-    fixed = key in combination or layout.pp_chunks is not None or layout.pp_layout is not None
+    fixed = key in combination or config.schedule.pp_chunks is not None or config.schedule.pp_layout is not None
     if layout.pp_size == 1 or recipe is None or not recipe.any_chunks or fixed or isinstance(model_config, UserError):
         return
     layers = model_config.num_hidden_layers
     sizes = (2**i for i in range(layers.bit_length()))
     counts = {min(layers // layout.pp_size, -(-layers // (layout.pp_size * size))) for size in sizes}
     for chunks in sorted(counts - {0, 1, recipe.chunks}):
-        section = layout.model_copy(update={"pp_chunks": chunks})
-        yield combination | {key: chunks}, config.model_copy(update={"distributed": section})
+        section = config.schedule.model_copy(update={"pp_chunks": chunks})
+        yield combination | {key: chunks}, config.model_copy(update={"schedule": section})
 
 
 def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
@@ -202,17 +202,20 @@ def _can_run(config: Config) -> bool:
     from_file = layout.pp_engine.startswith("csv:")  # a file is for one number of micro-batches
     training: dict[str, Any] = {"micro_batch_size": 1} | ({} if from_file else {"gradient_accumulation_steps": 1})
     one = {"dp_size": 1, "dp_engine": "bucket"}
-    parts = [one]
-    if layout.pp_recording is None:  # a recording is of one config
+    parts = [({"schedule": config.schedule}, one)]
+    if config.schedule.pp_recording is None:  # a recording is of one config
         training["activation_checkpointing"] = "none"
-        pipeline = {key: field.default for key, field in Distributed.model_fields.items() if key.startswith("pp_")}
-        parts = [one | pipeline, one | {"tp_size": 1, "cp_size": 1, "sequence_parallel": False}]
+        without_pipeline = {"schedule": Schedule()}, one | {"pp_size": 1, "pp_engine": "1f1b"}
+        parts = [without_pipeline, (parts[0][0], one | {"tp_size": 1, "cp_size": 1, "sequence_parallel": False})]
     kept = {
         "training": config.training.model_copy(update=training),
         "logging": Logging(),  # these two have no hash otherwise
         "dataset": config.dataset.model_copy(update={"mixture": None}),
     }
-    configs = [config.model_copy(update=kept | {"distributed": layout.model_copy(update=part)}) for part in parts]
+    configs = [
+        config.model_copy(update=kept | schedule | {"distributed": layout.model_copy(update=part)})
+        for schedule, part in parts
+    ]
     return all(map(_fits, configs))
 
 
@@ -222,7 +225,10 @@ def _fits(config: Config) -> bool:
     if isinstance(model_config, UserError):
         raise model_config
     layout = config.distributed
-    if layout.pp_layout is None and layout.pp_size * (layout.pp_chunks or 1) > model_config.num_hidden_layers:
+    if (
+        config.schedule.pp_layout is None
+        and layout.pp_size * (config.schedule.pp_chunks or 1) > model_config.num_hidden_layers
+    ):
         return False  # without building a very long pipeline first
     try:
         check_layout(config, model_config)
@@ -281,5 +287,5 @@ def description(config: Config) -> list[str]:
     if training.activation_checkpointing != "none":
         words.append(training.activation_checkpointing)
     if layout.pp_size > 1:
-        words += [layout.pp_engine, *[f"chunks{layout.pp_chunks}"] * (layout.pp_chunks is not None)]
+        words += [layout.pp_engine, *[f"chunks{config.schedule.pp_chunks}"] * (config.schedule.pp_chunks is not None)]
     return words

@@ -75,11 +75,11 @@ class Planner:
     def plan(self, config: Config) -> SchedulePlan | None:
         """Return the plan of a config; None if it has none, for example if a schedule has too many forwards."""
         training, layout = config.training, config.distributed
-        pipeline = [value for name, value in layout if name.startswith("pp_")]
-        key = *pipeline, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
+        key: tuple[Any, ...] = layout.pp_size, layout.pp_engine, config.schedule
+        key = *key, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
         if layout.pp_engine == "auto":
             key = *key, layout.tp_size, layout.sequence_parallel  # see `auto.deferred_fraction`
-        if layout.pp_recording is not None:
+        if config.schedule.pp_recording is not None:
             key = *key, config.model_dump_json()  # it must be that of the recording, see `settings_of`
         if key not in self.plans:
             try:
@@ -117,7 +117,7 @@ class Planner:
         layout, m = config.distributed, config.training.gradient_accumulation_steps
         # With pp_keep_activations, work is least if all micro-batches keep them, and hides most if none does.
         most = self.clock(config)
-        clock = self.clock(config, kept=1.0) if layout.pp_keep_activations else most
+        clock = self.clock(config, kept=1.0) if config.schedule.pp_keep_activations else most
         if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
             return self._average(clock, m)
         placed = self.place(config)
@@ -136,8 +136,8 @@ class Planner:
         """Place the stages of a hand-made schedule, the only one of one rank being 1F1B."""
         layout = config.distributed
         recipe = SCHEDULES[layout.pp_engine if layout.pp_size > 1 else "1f1b"]
-        chunks = layout.pp_chunks if layout.pp_chunks and recipe.any_chunks else recipe.chunks
-        key = layout.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
+        chunks = config.schedule.pp_chunks if config.schedule.pp_chunks and recipe.any_chunks else recipe.chunks
+        key = config.schedule.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
         if key not in self.placed:
             stages = layout_stages(config, self.model, (chunks, recipe.placement))
             ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]

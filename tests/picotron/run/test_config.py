@@ -63,15 +63,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"distributed__pp_size": 2, "logging__trace_steps": [3, 300]},
         "trace_steps=[3, 300] exceeds total_train_steps=200",
     ),
-    ({"distributed__pp_chunks": 2}, "pp_chunks=2 needs a pipeline"),
-    ({"distributed__pp_group_size": 2}, "pp_group_size=2 needs a pipeline"),
-    ({"distributed__pp_memory": 2, "distributed__pp_engine": "auto"}, "pp_max_activations=2.0 needs a pipeline"),
-    ({"distributed": {"pp_max_activations": 2, "pp_size": 2}}, "is for pp_engine='auto', not '1f1b'"),
     ({"logging__trace_steps": [3]}, "trace_steps=[3] needs a pipeline"),
-    ({"distributed": {"pp_keep_activations": 2, "pp_size": 2}}, "not 'none'"),
     (
-        {"distributed": {"pp_size": 2, "pp_group_size": 2, "pp_engine": "auto"}},
-        "pp_group_size=2 cannot be used with pp_engine='auto'",
+        {"distributed": {"pp_chunks": 2}, "schedule": {"pp_chunks": 2}},
+        "distributed.pp_chunks is the earlier name of schedule.pp_chunks",
     ),
 ]
 

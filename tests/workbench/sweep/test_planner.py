@@ -61,12 +61,12 @@ def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Conf
         file.write_text(as_csv(build("interleaved_1f1b", 2, 4, 2).programs))
         options: list[dict[str, list[Any]]] = [
             {"distributed.pp_engine": ["afab", "zb_h1", "dualpipev", "looped_bfs"]},
-            {"distributed.pp_engine": ["zb_h1", "interleaved_1f1b"], "distributed.pp_chunks": [chunks]},
-            {"distributed.pp_engine": ["interleaved_1f1b"], "distributed.pp_group_size": [2, 4, 8]},
-            {"distributed.pp_keep_activations": [2], "training.activation_checkpointing": ["full"]},
-            {"distributed.pp_engine": ["auto"], "distributed.pp_max_activations": [1, 2], "distributed.pp_size": [2]},
+            {"distributed.pp_engine": ["zb_h1", "interleaved_1f1b"], "schedule.pp_chunks": [chunks]},
+            {"distributed.pp_engine": ["interleaved_1f1b"], "schedule.pp_group_size": [2, 4, 8]},
+            {"schedule.pp_keep_activations": [2], "training.activation_checkpointing": ["full"]},
+            {"distributed.pp_engine": ["auto"], "schedule.pp_max_activations": [1, 2], "distributed.pp_size": [2]},
             {"distributed.pp_engine": [f"csv:{file}"], "distributed.pp_size": [2]},
-            {"distributed.pp_layout": [f"E|t*{layers}L", f"Et*{layers - 1}|tL"], "distributed.pp_size": [2]},
+            {"schedule.pp_layout": [f"E|t*{layers}L", f"Et*{layers - 1}|tL"], "distributed.pp_size": [2]},
         ]
         given |= draw.choice(options)
     if draw.random() < 0.5:
