@@ -259,7 +259,7 @@ class Checkpoint(Section):
 
 class Logging(Section):
     level: Literal["info", "debug"] = "info"
-    """debug: with pp_size > 1, every rank logs its actions (1F3 is the forward of micro-batch 3 on stage 1)"""
+    """debug: with pp_size > 1, the workbench runs the steps and logs their actions (1F3: micro-batch 3 on stage 1)"""
     use_wandb: bool = False
     """also log metrics to Weights & Biases; offline without a login"""
     project_name: str = "picotron"

@@ -79,7 +79,7 @@ def build_model(
     if not whole:
         from picotron.data_parallel.zero3 import DataParallelZero3
 
-        model = DataParallelZero3(stage, units_of(unwrap(stage)), stage.used_twice())
+        model = DataParallelZero3(stage, units_of(unwrap(stage)))
         read_owned_weights(unwrap(stage), weights)
         return model
     if layout.dp_engine == "zero1":

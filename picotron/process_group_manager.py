@@ -54,8 +54,6 @@ class ProcessGroupManager:
         dp = self.dp_group, self.dp_group_ids, self.dp_world_size, self.dp_rank  # is cp_dp without context parallelism
         cp_dp = self._join(grid.permute(1, 3, 0, 2).flatten(2)) if cp_size > 1 else dp  # of rows (pp, tp, dp cp)
         self.cp_dp_group, self.cp_dp_group_ids, self.cp_dp_world_size, self.cp_dp_rank = cp_dp
-        self.pp_rows: list[list[int]] = grid.movedim(1, -1).reshape(-1, pp_size).tolist()
-        self.pp_reverse_group: dist.ProcessGroup | None = None
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1  # if each rank has one stage
@@ -76,14 +74,6 @@ class ProcessGroupManager:
         group, ids = new_groups(all_ids), next(row for row in all_ids if self.global_rank in row)
         assert group is not None
         return group, ids, len(ids), ids.index(self.global_rank)
-
-    def create_reverse_group(self) -> None:
-        """Create `pp_reverse_group`, another group of the same ranks as `pp_group`, for messages to lower pp ranks, see
-        `start_message`. AFAB and 1F1B do not need it.
-        """
-        if self.pp_reverse_group is None:
-            self.pp_reverse_group = new_groups(self.pp_rows)
-            first_communication(self.pp_reverse_group)
 
     def __str__(self) -> str:
         dp, pp, cp, tp = self.grid.shape

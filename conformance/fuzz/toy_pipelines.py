@@ -191,8 +191,7 @@ def train_pipeline(
     grid = setup_process_group_manager(1, 1, pp, dist.get_world_size() // pp)
     schedule = schedule_of(engine, pp, m)
     pipeline = pipeline_of(kind, schedule, frozen)
-    tied = {"used_twice": pipeline.used_twice()} if dp_engine == "zero3" else {}
-    model = WRAPPERS[dp_engine](pipeline, **tied)
+    model = WRAPPERS[dp_engine](pipeline)
     optimizer = AdamW(model, TRAINING, fused=False)
     executor = Executor(schedule)
     losses, norms = [], []

@@ -66,14 +66,18 @@ class Bucket:
 def make_buckets(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, megabytes: float, kind: type[Bucket] = Bucket
 ) -> list[Bucket]:
-    """Fill buckets of at least `megabytes` MiB, except the last one of a dtype and device, in the given order. (With an
-    upper limit instead, a norm's weight between two large matrices would have a bucket to itself.)
+    """Fill buckets of at least `megabytes` MiB, except the last one of a kind, in the given order. (With an upper limit
+    instead, a norm's weight between two large matrices would have a bucket to itself.)
     """
+
+    def kind_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+        return parameter.dtype, parameter.device, placement(parameter).stage
+
     buckets: list[Bucket] = []
     filling: list[nn.Parameter] = []
     size = 0.0
     for parameter in parameters:
-        if filling and (parameter.dtype, parameter.device) != (filling[0].dtype, filling[0].device):
+        if filling and kind_of(parameter) != kind_of(filling[0]):
             buckets.append(kind(filling, group))
             filling, size = [], 0.0
         filling.append(parameter)
@@ -125,15 +129,11 @@ class DataParallel(nn.Module):
         self.has_replicas = grid.cp_dp_world_size > 1
         self.require_backward_grad_sync = self.has_replicas
         self.is_averaged = self.is_closed = False
-        self.trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
         # Gradients of a pipeline stage are complete together, see `start_grad_sync`. Backward reaches the last layers
         # first, so in this order buckets complete one after the other.
-        parameters_by_stage: Any = getattr(module, "parameters_by_stage", lambda: {0: list(module.parameters())})
-        self.buckets_by_stage = {
-            stage: self._make_buckets([p for p in parameters if p.requires_grad][::-1])
-            for stage, parameters in parameters_by_stage().items()
-        }
-        self.buckets = [bucket for buckets in self.buckets_by_stage.values() for bucket in buckets]
+        trained = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.trained = set(trained)
+        self.buckets = self._make_buckets(sorted(trained, key=lambda p: placement(p).stage))
         self.bucket_by_parameter: dict[Tensor, Bucket] = {
             p: bucket for bucket in self.buckets for p in bucket.parameters
         }
@@ -149,7 +149,7 @@ class DataParallel(nn.Module):
         for parameter in parameters:
             wrapper_by_parameter[parameter] = self
             if parameter.requires_grad:
-                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulate))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def close(self) -> None:
         """Undo the wrapping. The module keeps its weights, and may be wrapped again, with a new optimizer. All ranks
@@ -187,7 +187,7 @@ class DataParallel(nn.Module):
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return make_buckets(parameters, pgm.process_group_manager.cp_dp_group, self.bucket_mb)
 
-    def _accumulate(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         """Take `parameter.grad`. Autograd calls this once per backward, also for a tied weight."""
         if parameter.grad is None:  # a backward that defers this gradient also calls the hook
             return
@@ -198,9 +198,9 @@ class DataParallel(nn.Module):
                 f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
             )
         self.is_averaged = False
-        self._take(parameter)
+        self._accumulate(parameter)
 
-    def _take(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         self.bucket_by_parameter[parameter].gradients[parameter].add_(gradient)
@@ -229,7 +229,7 @@ class DataParallel(nn.Module):
         """Start to average the complete gradients of a stage. Pipeline schedules, whose backwards do not reduce, call
         this when it is the stage's turn, in the same order on every rank.
         """
-        for bucket in self.buckets_by_stage[stage]:
+        for bucket in [each for each in self.pending_buckets if placement(each.parameters[0]).stage == stage]:
             self.pending_buckets.remove(bucket)
             self._reduce(bucket)
 

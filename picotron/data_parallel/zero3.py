@@ -70,7 +70,6 @@ class Unit:
     Args:
         parameters: parameters of one dtype on one device. If they have no memory, the slice is filled later.
         group: the ranks that own slices.
-        used_twice: parameters of which a micro-batch has two gradients.
         names: names of parameters, for errors.
 
     Attributes:
@@ -87,10 +86,9 @@ class Unit:
         self,
         parameters: list[nn.Parameter],
         group: dist.ProcessGroup,
-        used_twice: Collection[nn.Parameter],
         names: Mapping[Tensor, str],
     ) -> None:
-        self.parameters, self.group, self.used_twice, self.names = parameters, group, used_twice, names
+        self.parameters, self.group, self.names = parameters, group, names
         self.sizes = [parameter.numel() for parameter in parameters]
         first, ranks = parameters[0], dist.get_world_size(group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
@@ -148,7 +146,7 @@ class Unit:
         return all(self.arrived[p] >= times for p, times in self._of_a_micro_batch().items())
 
     def _of_a_micro_batch(self) -> dict[Tensor, int]:
-        return {p: 1 + (p in self.used_twice) for p in self.parameters if p.requires_grad}
+        return {p: placement(p).uses for p in self.parameters if p.requires_grad}
 
     def start_reduction(self) -> Callable[[], None]:
         """Start to average the gradients. Returns a function that waits for it and adds up this rank's slice."""
@@ -180,8 +178,6 @@ class DataParallelZero3(DataParallel):
         units: groups of modules that are called one after the other, by default `members_of_lists`. The parameters of a
             group form a unit; those of no group form a unit that is full during a whole micro-batch. The last group may
             have modules that are not called, but whose weights a loss reads.
-        used_twice: parameters that two pipeline stages of this rank use, so that a micro-batch has two gradients of
-            them.
 
     Attributes:
         groups: the units that each group uses. Usually one; a weight that several groups share has a unit of its own.
@@ -196,7 +192,6 @@ class DataParallelZero3(DataParallel):
         self,
         module: nn.Module,
         units: Sequence[Sequence[nn.Module]] | None = None,
-        used_twice: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__(module, bucket_mb=0.0)
         grid = pgm.process_group_manager
@@ -214,7 +209,7 @@ class DataParallelZero3(DataParallel):
             parameters = dict.fromkeys(p for each in group for p in each.parameters())
             unseen = sorted((p for p in parameters if p not in self.unit_of), key=kinds.__getitem__)
             for _, alike in itertools.groupby(unseen, kinds.__getitem__):
-                unit = Unit(list(alike), grid.cp_dp_group, used_twice, self.names)
+                unit = Unit(list(alike), grid.cp_dp_group, self.names)
                 self.units.append(unit)
                 self.unit_of |= dict.fromkeys(unit.parameters, unit)
             self.groups.append(tuple(dict.fromkeys(self.unit_of[p] for p in parameters)))
@@ -327,7 +322,7 @@ class DataParallelZero3(DataParallel):
             if unit not in kept and not self.keeps:
                 unit.free()
 
-    def _take(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         """Reduce the gradients of the parameter's unit when all of them are there."""
         if self.unit_of[parameter].accumulate(parameter):
             self._start_reduction(self.unit_of[parameter])

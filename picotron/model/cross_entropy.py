@@ -32,7 +32,7 @@ class VocabularyShard(NamedTuple):
 
     start: int  # token of the first row
     rows: int  # number of rows that are tokens; the others, at the end, are padding
-    group: dist.ProcessGroup | None = None  # the ranks that hold the others
+    group: dist.ProcessGroup | None = None  # the ranks that hold the others; None: there are none
 
 
 class Softmax(NamedTuple):

@@ -133,8 +133,10 @@ class Linear(nn.Linear):
         return self.product(x, self.weight, self.bias)
 
 
-class Enter(nn.Module):
-    """Apply the first linear layers of a block to its input. (Tensor parallelism first makes x full on all ranks.)"""
+class Projections(nn.Module):
+    """Apply the linear layers at the beginning of a block to its input. (With tensor parallelism, see
+    `ParallelProjections`.)
+    """
 
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         return [linear(x) for linear in linears]
@@ -147,7 +149,7 @@ class Attention(nn.Module):
         super().__init__()
         differs, self.head_dim = differences(config), head_size(config)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.enter = Enter()
+        self.project = Projections()
         self.q_proj = Linear(config.hidden_size, queries, differs.qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
         self.v_proj = Linear(config.hidden_size, keys, differs.qkv_bias)
@@ -166,7 +168,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn = fused_attention) -> Tensor:
         B = x.size(0)
-        q, k, v = self.enter(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k = self.q_norm(q), self.k_norm(k)
         # H and K depend on the weights: a tp rank has H/tp query heads and max(1, K/tp) key/value heads.
         q, k, v = (
@@ -206,13 +208,13 @@ class MLP(nn.Module):
         super().__init__()
         bias = differences(config).mlp_bias
         self.act_fn = GatedActivation(ACTIVATIONS[config.hidden_act])
-        self.enter = Enter()
+        self.project = Projections()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.enter(x, self.gate_proj, self.up_proj)  # (B, T, F) each
+        gate, up = self.project(x, self.gate_proj, self.up_proj)  # (B, T, F) each
         return self.down_proj(self.act_fn(gate, up))
 
 
@@ -381,6 +383,7 @@ class Llama(nn.Module):
             from picotron.model.packed import PackedDocuments
 
             attend = functools.partial(attend, documents=PackedDocuments.of(cu_seqlens, x.device))
+        # Of all T tokens, also with sequence parallelism: attention rotates what `project` has made full.
         cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
         for layer in layers:
             if recomputes and torch.is_grad_enabled():

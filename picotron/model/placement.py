@@ -81,6 +81,8 @@ class Placement:
         is_replica: whether that other stage's counts as the original. The gradient norm and checkpoints include the
             original only.
         owned: ZeRO: this rank's elements; None if each data-parallel rank updates all of them.
+        stage: of a rank with several pipeline stages: the one whose backward completes the gradient.
+        uses: number of this rank's stages that use the parameter.
     """
 
     shard: Shard | None = None
@@ -89,6 +91,8 @@ class Placement:
     shared_name: str | None = None
     is_replica: bool = False
     owned: OwnedSlice | None = None
+    stage: int = 0
+    uses: int = 1
 
 
 WHOLE = Placement()

@@ -109,11 +109,8 @@ class PipelineParallel(nn.Module):
             torch.autograd.backward(output_tensor, output_tensor_grad)
         if input_tensor is None:
             return None
+        # The received tensor is a leaf of the graph, see `pipeline_communicate`, so its gradient is there.
         return torch.zeros_like(input_tensor) if input_tensor.grad is None else input_tensor.grad
-
-    def used_twice(self) -> set[nn.Parameter]:
-        """Return the parameters that two stages of this rank use: none, because it has only one."""
-        return set()
 
     def sum_tied_gradients(self) -> None:
         """Add the two gradients of the tied matrix: one of its use as embedding, one of its use as head."""
@@ -124,13 +121,14 @@ class PipelineParallel(nn.Module):
 def forward_step(
     model: Callable[..., Tensor], data_loader: Loader, input_tensor: Tensor | None, losses: list[Tensor]
 ) -> Tensor:
-    """Run forward of the next micro-batch. Every stage loads it, for its position_ids.
+    """Run forward of the next micro-batch. Every stage loads it: all need its position_ids, the last one its targets.
 
     Returns:
         The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
         gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
-    output_tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
+    batch = next(data_loader) | {"hidden_states": input_tensor}
+    output_tensor = model(**batch)
     if pgm.process_group_manager.pp_is_last_stage:
         output_tensor = output_tensor / data_loader.grad_acc_steps
         losses.append(output_tensor.detach())
@@ -187,8 +185,8 @@ def train_step_pipeline_afab(
         del y  # backward needs only its graph
 
     for i in range(micro_batches):
-        # Gradients accumulate, and only the last backward averages them over the data-parallel ranks. Meanwhile, the
-        # previous stages, which receive dx later, are still computing.
+        # Gradients accumulate, and only the last backward averages them over the data-parallel ranks: a hook of
+        # `DataParallel` reads the flag. Meanwhile, the previous stages, which receive dx later, are still computing.
         model.require_backward_grad_sync = i == micro_batches - 1
         dy = pipeline_communicate("recv_backward", device, dtype, shapes=shapes[i])
         dx = model.backward(*activations.popleft(), dy)
@@ -220,16 +218,16 @@ def train_step_pipeline_1f1b(
 
     if warmup < micro_batches:
         x = pipeline_communicate("recv_forward", device, dtype, shapes=shapes[warmup])
-    for i in range(micro_batches - warmup):  # steady state: forward of the newest, then backward of the oldest
-        new = warmup + i
+    for oldest in range(micro_batches - warmup):  # steady state: forward of the newest, then backward of the oldest
+        newest = warmup + oldest
         y = forward_step(model, data_loader, x, losses)
-        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[i], device, dtype)
+        dy = bidirectional_pipeline_communicate("send_fwd_recv_bwd", y, shapes[oldest], device, dtype)
         activations.append((x, graph_of(y)))
         del y
-        model.require_backward_grad_sync = i == micro_batches - 1  # only on the last stage, which has no cool-down
+        model.require_backward_grad_sync = oldest == micro_batches - 1  # so only on the last stage, without warm-up
         dx = model.backward(*activations.popleft(), dy)
-        if new < micro_batches - 1:
-            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, shapes[new + 1], device, dtype)
+        if newest < micro_batches - 1:
+            x = bidirectional_pipeline_communicate("send_bwd_recv_fwd", dx, shapes[newest + 1], device, dtype)
         else:
             pipeline_communicate("send_backward", device, dtype, dx)
         del dy, dx  # frees their memory before the next forward

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron.tensor_parallel.tensor_parallel import TensorParallelEnter
+from picotron.tensor_parallel.tensor_parallel import ParallelProjections
 from picotron.tensor_parallel.tp_communications import start_all_gather, start_sum
 
 
@@ -49,8 +49,8 @@ class ColumnParallel(torch.autograd.Function):
         return finish_dx(), None, None, *dweights
 
 
-class OverlappedEnter(TensorParallelEnter):
-    """`TensorParallelEnter` of `ColumnParallel`."""
+class OverlappedProjections(ParallelProjections):
+    """`ParallelProjections` of `ColumnParallel`."""
 
     function: Any = ColumnParallel  # of a schedule that defers weight gradients, another one
 

@@ -33,15 +33,18 @@ from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.model.cross_entropy import VocabularyShard
 from picotron.model.families import differences, head_size
-from picotron.model.llama import Enter, Head, HeadNorm, Linear, Llama, RMSNorm
+from picotron.model.llama import Head, HeadNorm, Linear, Llama, Projections, RMSNorm
 from picotron.model.placement import Shard, place
 from picotron.process_group_manager import new_groups
 from picotron.tensor_parallel.tp_communications import enter, gather_from_ranks, leave, mean_over_ranks
 
 
-class TensorParallelEnter(Enter):
-    """`Enter` with column-parallel layers: x (B, T, D), or its shard (B, T/tp, D) with sequence parallelism ->
-    (B, T, outputs/tp) each. (`overlapped` has a faster one.)
+class ParallelProjections(Projections):
+    """`Projections` with column-parallel layers: x (B, T, D), or its shard (B, T/tp, D) with sequence parallelism ->
+    (B, T, outputs/tp) each.
+
+    A run computes the same in `OverlappedProjections`, which is faster, and reads the layers' weights instead of
+    calling them. Only in float8, the layers are called.
     """
 
     def __init__(self, sequence_parallel: bool) -> None:
@@ -213,14 +216,14 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False, overlap
     untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
-    enters: type[TensorParallelEnter] = TensorParallelEnter
+    projections: type[ParallelProjections] = ParallelProjections
     if overlaps:
-        from picotron.tensor_parallel.overlapped import OverlappedEnter
+        from picotron.tensor_parallel.overlapped import OverlappedProjections
 
-        enters = OverlappedEnter
+        projections = OverlappedProjections
     for layer in decoder.layers.values():
         attention, mlp = layer.self_attn, layer.mlp
-        attention.enter, mlp.enter = enters(sequence_parallel), enters(sequence_parallel)
+        attention.project, mlp.project = projections(sequence_parallel), projections(sequence_parallel)
         attention.q_proj = ColumnParallelLinear(attention.q_proj, queries)
         attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, kv_replicas)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, kv_replicas)

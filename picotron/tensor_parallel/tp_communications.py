@@ -80,7 +80,8 @@ class ConjugatePair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, start: Start, start_backward: Start, x: Tensor, *where: Any) -> Tensor:
         ctx.start_backward, ctx.where = start_backward, where
-        return start(x, *where)()
+        finish = start(x, *where)
+        return finish()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

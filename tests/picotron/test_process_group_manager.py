@@ -25,11 +25,6 @@ def test_groups_have_the_expected_ranks() -> None:
         assert (grid.dp_rank, grid.pp_rank, grid.cp_rank, grid.tp_rank) == (1, 0, 2, 1)
         assert (grid.pp_prev_rank, grid.pp_next_rank) == (None, 23)
         assert (grid.cp_recv_rank, grid.cp_send_rank) == (15, 13)
-        grid.create_reverse_group()
-        assert grid.pp_reverse_group not in (
-            None,
-            grid.pp_group,
-        )  # messages of both directions do not wait for each other
 
 
 def test_axes_with_equal_groups_share_them() -> None:

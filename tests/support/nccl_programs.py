@@ -37,6 +37,7 @@ from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
 from workbench.pipelines import recorder
+from workbench.pipelines.executor import reverse_group
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
 SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)
@@ -139,8 +140,8 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
     try:
         # On NCCL, the grid communicates once in the groups that have messages.
         with mock.patch.object(dist, "get_backend", return_value="nccl"), WithoutCuda():
-            grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-            grid.create_reverse_group()
+            setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+            reverse_group()
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
             mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step

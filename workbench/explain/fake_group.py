@@ -29,6 +29,7 @@ from picotron.context_parallel import cp_communications
 from picotron.pipeline_parallel import pp_communications
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
+from workbench.pipelines.executor import reverse_groups
 
 AXES = ("dp", "pp", "cp", "tp", "cp_dp")
 # Modules that only communicate for other modules: a call site is a function that calls one of these modules.
@@ -82,8 +83,8 @@ def axis_of(group: dist.ProcessGroup) -> str:
     grid, ids = pgm.process_group_manager, set(dist.get_process_group_ranks(group))
     axes = {getattr(grid, f"{axis}_group"): axis for axis in AXES}
     axes |= {dist.group.WORLD: "world"}
-    if grid.pp_reverse_group is not None:
-        axes[grid.pp_reverse_group] = "pp"
+    if grid in reverse_groups:
+        axes[reverse_groups[grid]] = "pp"
     around = next((axis for axis in AXES if ids <= set(getattr(grid, f"{axis}_group_ids"))), "world")
     return axes.get(group, f"within {around}")
 

@@ -9,8 +9,9 @@ starts a message; R only starts the reduction of a stage's gradients.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.pipeline_parallel.pipeline_parallel import sum_losses
+from picotron.process_group_manager import ProcessGroupManager, first_communication, new_groups
 from workbench.pipelines.modules import (
     Graph,
     Message,
@@ -36,12 +38,28 @@ from workbench.schedules.checker import add_communication
 MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one output
 
 
+reverse_groups: MutableMapping[ProcessGroupManager, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def reverse_group() -> dist.ProcessGroup:
+    """Return another group of the same ranks as the grid's `pp_group`, for messages to lower pp ranks, see
+    `start_message`. The first call creates it, on all ranks.
+    """
+    grid = pgm.process_group_manager
+    if grid not in reverse_groups:
+        group = new_groups(grid.grid.movedim(1, -1).reshape(-1, grid.pp_world_size).tolist())
+        assert group is not None
+        first_communication(group)
+        reverse_groups[grid] = group
+    return reverse_groups[grid]
+
+
 class Executor:
     """A training step of a `PipelineStages` in a `DataParallel`, or its evaluation, that follows a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        pgm.process_group_manager.create_reverse_group()
+        reverse_group()  # before any rank needs it
         self.program = add_communication(schedule)[pgm.process_group_manager.pp_rank]
 
     def __call__(self, model: Any, data_loader: Any, device: torch.device, recorder: Recorder | None = None) -> Tensor:
@@ -108,7 +126,7 @@ def start_message(operation: str, tensors: Sequence[Tensor], rank: int) -> list[
     """
     grid, kinds = pgm.process_group_manager, {"send": dist.isend, "recv": dist.irecv}
     sender, receiver = (grid.pp_rank, rank) if operation == "send" else (rank, grid.pp_rank)
-    group = grid.pp_group if sender < receiver else grid.pp_reverse_group
+    group = grid.pp_group if sender < receiver else reverse_group()
     batch = [dist.P2POp(kinds[operation], tensor, grid.pp_group_ids[rank], group) for tensor in tensors]
     return dist.batch_isend_irecv(batch) if batch else []
 

@@ -15,7 +15,7 @@ edges of its outputs, and the memory of the outputs is free once they are sent. 
 `deallocate_pipeline_outputs` frees as much.)
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -78,21 +78,20 @@ class PipelineStages(nn.Module):
         """Return tensors on the meta device like those that a stage receives, see `Receives`."""
         raise NotImplementedError
 
-    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each stage. Those that several stages of this rank share, such as a tied matrix,
-        belong to the first one, whose backward is later.
-        """
-        seen: set[nn.Parameter] = set()
-        by_stage = {}
-        for number in sorted(map(int, self.stages)):
-            by_stage[number] = [p for p in self.parameters_of(number) if p not in seen]
-            seen.update(by_stage[number])
-        return by_stage
+    def place_parameters(self, splits_backward: bool) -> None:
+        """Say in the placement of each parameter which stages of this rank use it.
 
-    def used_twice(self) -> set[nn.Parameter]:
-        """Return the parameters that two stages of this rank use: a tied matrix."""
-        uses = Counter(parameter for number in map(int, self.stages) for parameter in self.parameters_of(number))
-        return {parameter for parameter, count in uses.items() if count > 1}
+        The gradient of one that several stages share, such as a tied matrix, is complete after the backward of the
+        first of them, which runs last. With a split backward, the W of any of them may be the last one: it belongs to
+        none, and `finish_grad_sync` reduces it.
+        """
+        stages_of: dict[nn.Parameter, list[int]] = defaultdict(list)
+        for number in map(int, self.stages):
+            for parameter in dict.fromkeys(self.parameters_of(number)):
+                stages_of[parameter].append(number)
+        for parameter, numbers in stages_of.items():
+            is_late = splits_backward and len(numbers) > 1
+            place(parameter, stage=-1 if is_late else min(numbers), uses=len(numbers))
 
 
 def backward(inputs: Sequence[Tensor], outputs: Graph, output_grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -136,6 +135,7 @@ class LlamaStages(PipelineStages, PipelineParallel):
         self.plan, self.stages, self.kept_activations = plan, stages, plan.kept_activations(rank)
         self.splits_backward = plan.splits_backward
         self.dtype, self.shards = next(model.parameters()).dtype, sequence_shards(model)
+        self.place_parameters(splits_backward=False)
         if self.splits_backward:
             split_backward(model)
 
@@ -207,6 +207,7 @@ class Pipeline(PipelineStages):
         self.schedule, self.message_of = schedule, receives
         self.groups: dict[tuple[int, ...], Any] = {}  # of the ranks that share parameters
         self.tied = [self._tie(each) for each in tied]
+        self.place_parameters(schedule.splits_backward)
         if schedule.splits_backward:
             split_backward(self)
 
@@ -258,16 +259,6 @@ class Pipeline(PipelineStages):
 
     def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
         return self.stages[str(number)].parameters()
-
-    def parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each stage. If the schedule splits backward, those that several stages of this rank
-        share have the key -1, so that `finish_grad_sync` reduces them: a W of any of these stages may be the last one.
-        """
-        by_stage, shared = super().parameters_by_stage(), self.used_twice()
-        if not self.schedule.splits_backward or not shared:
-            return by_stage
-        own = {number: [p for p in parameters if p not in shared] for number, parameters in by_stage.items()}
-        return own | {-1: [p for parameters in by_stage.values() for p in parameters if p in shared]}
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Message:
         return self.message_of(stage, batch)

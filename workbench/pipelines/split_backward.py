@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron.model.llama import Linear
-from picotron.tensor_parallel.overlapped import ColumnParallel, OverlappedEnter, gradient_of_input
+from picotron.tensor_parallel.overlapped import ColumnParallel, OverlappedProjections, gradient_of_input
 from picotron.tensor_parallel.tensor_parallel import RowParallelLinear
 from picotron.tensor_parallel.tp_communications import start_all_gather, start_sum
 
@@ -146,7 +146,7 @@ def split_backward(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (Linear, RowParallelLinear)):
             module.product = split_linear
-        elif isinstance(module, OverlappedEnter):
+        elif isinstance(module, OverlappedProjections):
             module.function = SplitColumnParallel
         elif type(module) is nn.Linear:  # a subclass may compute something else
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]

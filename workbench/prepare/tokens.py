@@ -4,10 +4,12 @@ tokens, samples for fine-tuning into their tokens, lengths and a mask.
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -293,9 +295,9 @@ class Encoding(Dataset[Encoded]):
         return Encoded(parts, size, len(records), problems, encoder.ignored.copy())
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(parent: int, _: int) -> None:
     """Initialise a process that tokenises. It ends with its parent, even while it is busy."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
 
 
@@ -323,7 +325,7 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         collate_fn=lambda parts: parts,  # not as tensors, which would need shared memory
         num_workers=processes if processes > 1 else 0,
         multiprocessing_context="fork" if processes > 1 else None,
-        worker_init_fn=_start_worker,
+        worker_init_fn=functools.partial(_start_worker, os.getpid()),
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(_progress(documents, "Tokenising"))
@@ -331,7 +333,10 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
         total, count, ignored = 0, 0, Counter[str]()
         first: list[str] = []
-        for encoded in loader:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends the others
+        encodings = iter(loader)  # forks processes, which inherit the mask
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for encoded in encodings:
             for name, values in (item for part in encoded.parts for item in part.items()):
                 assert values.dtype == encoder.dtypes[name]
                 files[name].write(values)

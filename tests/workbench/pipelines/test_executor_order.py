@@ -15,6 +15,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.placement import placement
 from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import Action
@@ -99,10 +100,9 @@ def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], in
     """Return the actions and bucket launches of a step, in the order they finish, and the number of buckets."""
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
     events: list[str] = []
-    for stage, buckets in model.buckets_by_stage.items():
-        for bucket in buckets:
-            launch = bucket.launch
-            bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())
+    for bucket in model.buckets:
+        launch, stage = bucket.launch, placement(bucket.parameters[0]).stage
+        bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())
     run_observed(executor, model, lambda action: events.append(str(action)))
     return events, len(model.buckets)
 
