@@ -173,8 +173,8 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
         if not words or (words[0].startswith("--")):
             raise UserError(f"{key} needs a value; for example {key} 1")
         name = key.removeprefix("--")
-        if name in IGNORED:
-            raise UserError(f"{key} has no effect, because {IGNORED[name]}; remove it")
+        if name == "environment.HF_TOKEN":
+            raise UserError(f"{key} is not accepted: {IGNORED[name]}")
         name = RENAMED.get(name, name)
         override(data, name, read_value(name, words.pop(0)))
 

@@ -51,7 +51,9 @@ def test_overrides_have_the_types_of_their_keys(tmp_path: Path) -> None:
     config = load_config([
         "--config", write(tmp_path, MINIMAL), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",
         "--model.name", "some/folder", "--training.max_grad_norm", "null", "--checkpoint.save_dir=a=b", "--logging.run_name", "42",
+        "--dataset.num_workers", "2", "--distributed.pp_chunks", "3",
     ])  # fmt: skip
+    assert config.schedule.pp_chunks == 3  # the earlier place; the other key before it is ignored
     assert config.training.learning_rate == 1e-3
     assert config.distributed.use_cpu is True
     assert (config.model.name, config.training.max_grad_norm) == ("some/folder", None)
