@@ -53,8 +53,8 @@ from picotron.run.run_folder import begin_run, claim_save_dir
 
 
 def check(config: Config) -> tuple[PreTrainedConfig, Any]:
-    """Check that the model, the layout and the processes fit together. Returns the model's config, and the plan of the
-    pipeline, if only the workbench can run it: it is neither AFAB nor 1F1B, or has other stages than one on each rank.
+    """Check that the model, the layout and the processes fit together. Returns the model's config, and the workbench's
+    plan of the pipeline, if the config needs one, see `Config.needs_workbench`, else None.
     """
     if config.needs_workbench:
         from workbench.pipelines.engine import plan_pipeline

@@ -86,7 +86,9 @@ def draw_case(seed: int, number: int) -> Case:
         "between": dice.random() < 0.3,
         "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
-        "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), layouts) if kind == "own" else None,
+        "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), [config, *layouts])
+        if kind == "own"
+        else None,
     }
 
 

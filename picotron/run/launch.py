@@ -132,6 +132,7 @@ def check_same_config(
     own["the schedule's SHA-256"] = hashlib.sha256((schedule or "").encode()).hexdigest()[:24]
     if model_config is not None:
         own |= {f"the model's {key}": value for key, value in model_config.to_dict().items()}
+        del own["the model's transformers_version"]  # of this machine, not of the model
     first, *others = run_on_all_ranks(lambda: own)
     for rank, other in enumerate(others, 1):
         for key in first | other:

@@ -44,20 +44,16 @@ def training_schedule(config: "Config") -> Schedule:
     Raises:
         UserError: the schedule does not work with these numbers, or its CSV file has a fault or does not match them.
     """
-    layout, micro_batches = config.distributed, config.training.gradient_accumulation_steps
+    layout, section, micro_batches = config.distributed, config.schedule, config.training.gradient_accumulation_steps
     if layout.pp_size == 1:
         return build("1f1b", 1, micro_batches)
     if layout.pp_engine.startswith("csv:"):
-        return _from_file(
-            layout.pp_engine.removeprefix("csv:"), layout.pp_size, micro_batches, config.schedule.pp_chunks
-        )
+        return _from_file(layout.pp_engine.removeprefix("csv:"), layout.pp_size, micro_batches, section.pp_chunks)
     keys: dict[str, object] = {"pp_engine": layout.pp_engine, "pp_size": layout.pp_size}
-    keys |= {"pp_chunks": config.schedule.pp_chunks, "pp_group_size": config.schedule.pp_group_size}
+    keys |= {"pp_chunks": section.pp_chunks, "pp_group_size": section.pp_group_size}
     keys["gradient_accumulation_steps"] = micro_batches
     try:
-        schedule = build(
-            layout.pp_engine, layout.pp_size, micro_batches, config.schedule.pp_chunks, config.schedule.pp_group_size
-        )
+        schedule = build(layout.pp_engine, layout.pp_size, micro_batches, section.pp_chunks, section.pp_group_size)
         check(schedule)
     except UserError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in keys.items() if value is not None)

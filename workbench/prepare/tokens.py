@@ -334,8 +334,10 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         total, count, ignored = 0, 0, Counter[str]()
         first: list[str] = []
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends the others
-        encodings = iter(loader)  # forks processes, which inherit the mask
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            encodings = iter(loader)  # forks processes, which inherit the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for encoded in encodings:
             for name, values in (item for part in encoded.parts for item in part.items()):
                 assert values.dtype == encoder.dtypes[name]

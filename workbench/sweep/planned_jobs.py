@@ -224,11 +224,8 @@ def _fits(config: Config) -> bool:
     model_config = load_cached(config.model)
     if isinstance(model_config, UserError):
         raise model_config
-    layout = config.distributed
-    if (
-        config.schedule.pp_layout is None
-        and layout.pp_size * (config.schedule.pp_chunks or 1) > model_config.num_hidden_layers
-    ):
+    stages, section = config.distributed.pp_size, config.schedule
+    if section.pp_layout is None and stages * (section.pp_chunks or 1) > model_config.num_hidden_layers:
         return False  # without building a very long pipeline first
     try:
         check_layout(config, model_config)
