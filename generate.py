@@ -261,7 +261,7 @@ def main() -> None:
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
     if os.path.exists(folder / "metrics.jsonl"):  # False without permission, unlike `Path.exists`
         raise UserError(
-            f"{folder} is a run folder without checkpoints; train with checkpoint.save_frequency of 1 or more"
+            f"{folder} is a run folder without checkpoints; train with another checkpoint.save_frequency than null"
         )
     model_config, encoder = read_model_config(folder), Encoder.read(folder)
     records: dict[str, Prompt] = {}

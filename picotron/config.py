@@ -247,8 +247,9 @@ class Dataset(Section):
 class Checkpoint(Section):
     save_dir: str = "ckpt"
     """folder for all outputs of the run"""
-    save_frequency: NonNegative = 0
-    """steps between checkpoints, with one more at the end of the run; 0: none, unless a signal stops the run"""
+    save_frequency: NonNegative | None = 0
+    """steps between checkpoints, with one more at the end of the run; 0: only that one; null: none, unless a signal
+    stops the run"""
     load_path: str = ""
     """checkpoint or model folder to start from, "latest" (the newest in save_dir), or "latest or FOLDER"; "": none"""
     keep_last: NonNegative = 0

@@ -74,7 +74,7 @@ def config_of(case: Case) -> Config:
         "checkpoint": {
             "save_dir": str(case.output),
             "load_path": str(checkpoints[-1]) if checkpoints else "",
-            "save_frequency": int(case.saves or case.exports),
+            "save_frequency": 1 if case.saves or case.exports else None,
         },
     })  # fmt: skip
 

@@ -12,6 +12,7 @@ file of each tensor. `writer` writes checkpoints.
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from picotron.collectives import run_on_all_ranks
-from picotron.config import Config, Model
+from picotron.config import Config, Model, Training
 from picotron.console import UserError
 from picotron.files import UNFINISHED, read_object
 from picotron.model.families import architecture
 from picotron.model.llama import Llama
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, copy_part
+from picotron.optimizer.learning_rate import learning_rate_factor
 from picotron.optimizer.optimizer import AdamW
 from picotron.run.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from picotron.run.model_config import load_model_config
@@ -327,10 +329,30 @@ def find_checkpoint(config: Config, model_config: PreTrainedConfig) -> Checkpoin
         logger.info(
             "training %s %s", "resumes from" if checkpoint.state else "starts from the weights of", checkpoint.folder
         )
+        if checkpoint.state:
+            warn_of_jump(checkpoint.state, config.training)
     elif config.model.pretrained:
         checkpoint = Checkpoint(find_folder(config.model.name), weights_only=True)
         check_same_model(checkpoint.folder, model_config, "remove that key from the config, or model.pretrained")
     return checkpoint
+
+
+def warn_of_jump(state: TrainerState, training: Training) -> None:
+    """Log a warning if the learning rate of the next step is not that of the checkpoint's config."""
+    saved: Any = state.config.get("training")
+    try:
+        before = Training.model_validate({key: saved[key] for key in saved.keys() & Training.model_fields.keys()})
+    except (ValidationError, AttributeError):  # written by a version with other limits, or by another program
+        return
+    old, new = (each.learning_rate * learning_rate_factor(each)(state.step) for each in (before, training))
+    if not math.isclose(old, new, rel_tol=1e-3):
+        keys = ("learning_rate", "lr_scheduler", "total_train_steps", "warmup_steps", "decay_steps", "min_lr_ratio")
+        changed = [(key, getattr(before, key), getattr(training, key)) for key in keys]
+        logger.warning(
+            "the learning rate of step %d is %.3g, but %.3g in the checkpoint's run (%s); lr_scheduler='wsd' has no such jump "
+            "if total_train_steps changes before its decay",
+            state.step + 1, new, old, ", ".join(f"{key} was {a!r}, is {b!r}" for key, a, b in changed if a != b),
+        )  # fmt: skip
 
 
 def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:

@@ -83,6 +83,13 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self._check_shared()  # before the first step, not when the first checkpoint is written
+        match config.checkpoint.save_frequency:
+            case None:
+                logger.info("no checkpoint will be written (checkpoint.save_frequency=null)")
+            case 0:
+                logger.info("a checkpoint will be written at the end")
+            case frequency:
+                logger.info("a checkpoint will be written every %d steps, and at the end", frequency)
 
     def __enter__(self) -> None:
         pass
@@ -117,15 +124,16 @@ class CheckpointWriter:
             )
 
     def is_due(self, progress: Progress, before: int | None = None) -> bool:
-        """Whether to write a checkpoint after this step: every `save_frequency` steps, and at the end of the run.
+        """Whether to write a checkpoint after this step, as `checkpoint.save_frequency` says.
 
         Args:
             before: the number of steps at the last call, if several steps have been taken since then.
         """
         frequency, before = self.config.checkpoint.save_frequency, progress.step - 1 if before is None else before
-        if frequency == 0:
+        if frequency is None:
             return False
-        return progress.step // frequency > before // frequency or progress.is_end(self.config.training)
+        is_between = frequency > 0 and progress.step // frequency > before // frequency
+        return is_between or progress.is_end(self.config.training)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, unless there is one of this step. With `async_save`, copy it to host memory and start a

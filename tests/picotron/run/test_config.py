@@ -131,3 +131,14 @@ def test_check_world_size_rejects_a_wrong_number_of_processes() -> None:
     check_world_size(Distributed(dp_size=2, pp_size=3), 6)
     with pytest.raises(UserError, match="needs 4 processes, but 2 started"):
         check_world_size(Distributed(dp_size=4), 2)
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [("wsd", "1, and not yet the 0.1"), ("constant", "")])
+def test_max_tokens_that_end_a_run_before_its_decay_are_a_warning(
+    caplog: pytest.LogCaptureFixture, scheduler: str, expected: str
+) -> None:
+    """50 of 200 steps, of which wsd decays in the last 20."""
+    training = {"learning_rate": 1.0, "lr_scheduler": scheduler, "max_tokens": 50 * 1024, "seq_length": 1024}
+    check_run(parse_config(changed(training=training)))
+    assert len(caplog.messages) == bool(expected)
+    assert expected in "".join(caplog.messages)

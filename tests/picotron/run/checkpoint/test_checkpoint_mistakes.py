@@ -72,7 +72,7 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
     damage(tmp_path / "step_00000010", "truncated")
     damage(tmp_path / "step_00000008", "flipped moment")
-    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=0)
+    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=None)
     for steps, lines in pool.run(warnings_of, 2, config, model_of(False), tokenizer):
         assert steps == 4
         assert len(lines) == 2

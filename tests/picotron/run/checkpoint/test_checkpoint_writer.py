@@ -129,6 +129,14 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
 
 
+@pytest.mark.parametrize(("frequency", "steps"), [(4, [4, 8, 10]), (0, [10]), (None, [])])
+def test_a_finished_run_has_a_checkpoint_unless_the_config_says_none(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, frequency: int | None, steps: list[int]
+) -> None:
+    run(pool, run_config(tmp_path, {}, checkpoint__save_frequency=frequency), model_of(False), tokenizer)
+    assert list(checkpoint_folders(tmp_path)) == steps
+
+
 def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig, tokenizer: Path) -> Any:
     busy = OSError(39, "Directory not empty")  # the error of network file systems for open files
     with mock.patch.object(shutil, "rmtree", side_effect=busy):

@@ -21,7 +21,7 @@ from picotron.run.launch import StopSignals
 from picotron.run.metrics import Metrics
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder, checkpoint_folders
-from tests.support.checkpoints import run_config, tensors_of, train
+from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
 from tests.support.program import TORCHRUN, arguments, metrics
 
 KILLS = 3
@@ -104,6 +104,20 @@ def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
     return before, after, dist.get_rank()
 
 
+def test_a_jump_of_the_learning_rate_is_a_warning(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """A finished cosine is prolonged from 10 to 20 steps, which makes its middle of its end; wsd has no jump."""
+    for scheduler, expected in (("cosine", ["step 11 is 0.0055, but 0.001 in"]), ("wsd", [])):
+        keys = {"training__lr_scheduler": scheduler, "training__warmup_steps": 0, "checkpoint__load_path": "latest"}
+        folder = tmp_path / scheduler
+        first = run_config(folder, {}, **keys)
+        if scheduler == "wsd":
+            first = first_half(folder, {}, **keys)
+        pool.run(warnings_of, 1, first, tiny_llama(), tokenizer)
+        longer = run_config(folder, {}, **keys, training__total_train_steps=20)
+        ((_, lines),) = pool.run(warnings_of, 1, longer, tiny_llama(), tokenizer)
+        assert [part for line, part in zip(lines, expected, strict=True) if part in line] == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
     assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
@@ -148,7 +162,7 @@ def start(home: Path, command: list[str], words: list[str]) -> subprocess.Comple
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
     stopped = program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
-    words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": 0})
+    words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
     result = start(home, [sys.executable, stopped], words)
     assert result.returncode == 128 + signal.SIGINT
     assert "Traceback" not in result.stderr
@@ -163,7 +177,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path) -> None:
     stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
-    keys = {"distributed.pp_size": 2, "checkpoint.save_frequency": 0, "training.total_train_steps": 1000}
+    keys = {"distributed.pp_size": 2, "training.total_train_steps": 1000}
     result = start(home, [*TORCHRUN, "2", stopped], arguments(tmp_path / "run", 1, 4, **keys))
     assert result.returncode == 1
     assert "stopped by SIGTERM, without an error" in result.stdout
