@@ -3,7 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-NPROC ?= 8
 CONFIG ?= template/base_config.json
 CHROMIUM ?= chromium
 export CHROMIUM
@@ -37,7 +36,7 @@ $(STAMP): requirements.txt | $(BIN)/torchrun
 setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's packages
 
 train: $(STAMP) ## train a tiny Llama on Python's standard library, without a GPU, in 3 minutes
-	$(BIN)/torchrun --nproc_per_node $(NPROC) train.py --config $(CONFIG) $(ARGS)
+	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
 ifeq ($(CONFIG) $(ARGS),template/base_config.json )
 	$(BIN)/python generate.py --checkpoint runs/quickstart --prompt "def main(" --temperature 0.7 --seed 1
 endif

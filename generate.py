@@ -3,7 +3,7 @@
 The model is a checkpoint, the newest checkpoint of a run folder, or one of Hugging Face. Several processes can divide
 its layers (pp_size), its matrices (tp_size) and, with the remaining factor of their number, the prompts of a file:
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --pp_size 2 --prompts prompts.txt --output out.jsonl
+    python generate.py --checkpoint DIR --pp_size 2 --prompts prompts.txt --output out.jsonl
 
 With --chat, the user and a model that was trained on conversations take turns in the terminal.
 """
@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from picotron.run.checkpoint.safetensors_folder import find_folder
 from picotron.run.config_reader import parse_config
 from picotron.run.launch import exit_on_error, init_process_group, set_up_device
 from picotron.run.model_config import end_tokens, load_model_config
+from picotron.run.ranks import run_ranks
 from picotron.run.run_folder import checkpoint_folders
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from workbench.generation.rotation import Completion, check_prompt, generate
@@ -64,8 +66,7 @@ def read_model_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
-    """Load this rank's part of the model in a folder, in the dtype of its config. Connects the processes that torchrun
-    has started.
+    """Load this rank's part of the model in a folder, in the dtype of its config. Connects the ranks.
 
     Raises:
         UserError: the folder holds no supported model, its files are damaged, the model does not fit the layout, or
@@ -258,6 +259,11 @@ def read_line(group: dist.ProcessGroup) -> str:
 
 def main() -> None:
     options = parse_arguments()
+    run_ranks(options.pp_size * options.tp_size, partial(run, options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Generate on this rank."""
     folder = [find_folder(options.checkpoint), *checkpoint_folders(Path(options.checkpoint)).values()][-1]
     if os.path.exists(folder / "metrics.jsonl"):  # False without permission, unlike `Path.exists`
         raise UserError(

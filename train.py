@@ -1,6 +1,7 @@
-"""Train a Llama-like model:  torchrun --nproc_per_node 8 train.py --config template/base_config.json
+"""Train a Llama-like model:  python train.py --config template/base_config.json
 
 This file is the table of contents of a run: config, process groups, data, model, optimizer, outputs and training loop.
+Each rank of the layout is a fork of this process. On several machines, torchrun starts them.
 """
 
 import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
@@ -49,6 +50,7 @@ from picotron.run.launch import (
 from picotron.run.layout_checks import check_run
 from picotron.run.metrics import Metrics, evaluation_record
 from picotron.run.progress import Progress
+from picotron.run.ranks import run_ranks
 from picotron.run.run_folder import begin_run, claim_save_dir
 
 
@@ -86,15 +88,18 @@ def make_pipeline(
 
 def main() -> None:
     set_up_logging()
-
-    # Config. Most user errors are found here, before anything expensive starts.
     options = parse_command_line(sys.argv[1:])
     if options.explain:
         from workbench.explain.explain import explain
 
         return explain(parse_config(options.data), options.hardware, options.gib, options.json)
     config = parse_config(options.data)
-    model_config, plan = check(config)
+    model_config, plan = check(config)  # most mistakes of users are found here, before there are ranks
+    run_ranks(config.distributed.world_size, partial(train, config, model_config, plan))
+
+
+def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
+    """Train on this rank. Arguments: see `check`."""
     layout, training, dtype = config.distributed, config.training, getattr(torch, config.model.dtype)
     claim_save_dir(config)
     device = set_up_device(config)
@@ -168,7 +173,7 @@ def main() -> None:
                 writer.save(progress)
 
     metrics.close()
-    dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
+    dist.barrier()  # the other ranks are stopped when one of them exits with an error code
     dist.destroy_process_group()
     if stop:
         exit_after_signal(stop)

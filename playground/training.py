@@ -12,7 +12,7 @@ LAYERS = 4  # of the model in CONFIG
 
 
 def training_command(request: Request, schedule: Schedule) -> str:
-    """Return the torchrun command that trains the quickstart's model with a schedule. It expects the programs of a
+    """Return the command that trains the quickstart's model with a schedule. It expects the programs of a
     schedule that is not hand-made in the file schedule.csv.
     """
     by_name = request.schedule in SCHEDULES
@@ -33,6 +33,6 @@ def training_command(request: Request, schedule: Schedule) -> str:
     if layers != LAYERS:
         options["model.num_hidden_layers"] = layers
     options |= {"checkpoint.save_dir": "runs/playground", "logging.trace_steps": "[5]"}
-    lines = [f"torchrun --nproc_per_node {schedule.pp} train.py --config {CONFIG}"]
+    lines = [f"python train.py --config {CONFIG}"]
     lines += [f"    --{key} {value}" for key, value in options.items()]
     return " \\\n".join(lines)

@@ -1,4 +1,4 @@
-"""Train with a loss of your own: torchrun --nproc_per_node 2 -m docs.programs.own_loss --distributed.pp_size 2
+"""Train with a loss of your own: python -m docs.programs.own_loss --distributed.pp_size 2
 
 The focal loss (Lin et al. 2017, arXiv:1708.02002) gives tokens that the model already predicts well a small weight.
 Options are those of train.py; the config is docs/small.json.
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
+from picotron.config import Config
 from picotron.console import print_line
 from picotron.run.config_reader import load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.run.ranks import run_ranks
 from workbench.own_loops.batches import Batch, forward_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, set_up
@@ -40,6 +42,10 @@ def counting_rows(sequences: int, length: int) -> Batch:
 def main() -> None:
     set_up_logging()
     config = load_config(["--config", "docs/small.json", *sys.argv[1:]])
+    run_ranks(config.distributed.world_size, lambda: train(config))
+
+
+def train(config: Config) -> None:
     with set_up(config, Data()) as trainer:
         batches = trainer.split(counting_rows(config.global_batch_size, config.training.seq_length))
         for _ in trainer.steps():

@@ -24,20 +24,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("picotron")
 
-PARENT = os.getppid()
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+PARENT = [os.getppid()]
+os.register_at_fork(after_in_child=lambda: PARENT.append(os.getppid()))
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
 
 def set_up_logging() -> None:
-    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks. With
-    `--json`, the JSON is the only standard output. After a SIGUSR2 or a crash, a process prints its Python stacks.
+    """Log progress on the console, see `set_log_level`. With `--json`, the JSON is the only standard output. After a
+    SIGUSR2 or a crash, a process prints its Python stacks.
     """
     faulthandler.enable(file=2)  # sys.stderr may be an object without a file
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR2, file=2)
-    first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
     logger.addHandler(logging.StreamHandler() if "--json" in sys.argv else LinePrinter())
+    set_log_level()
+
+
+def set_log_level() -> None:
+    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks."""
+    first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if int(os.environ.get("RANK", 0)) == 0:
         logger.setLevel(logging.INFO)
     else:
@@ -96,7 +103,7 @@ def init_process_group(
     model_config: "PreTrainedConfig | None" = None,
     schedule: str | None = None,
 ) -> None:
-    """Connect to the other processes that torchrun started; without torchrun, form a group of one.
+    """Connect to the other ranks; a process that neither torchrun nor `run_ranks` has started forms a group of one.
 
     Args:
         model_config, schedule: see `check_same_config`.
@@ -113,6 +120,7 @@ def init_process_group(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, device_id=device_id)
     else:
+        check_world_size(config.distributed, 1)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     check_same_config(config, model_config, schedule)
 
@@ -145,7 +153,8 @@ def check_same_config(
 
 class StopSignals:
     """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
-    limit): the run ends after the current step. It also ends if torchrun was killed, as if torchrun had sent SIGTERM.
+    limit): the run ends after the current step. It also ends if torchrun, or the process of which this rank is a fork,
+    was killed, as if that had sent SIGTERM.
 
     A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.
     """
@@ -153,7 +162,7 @@ class StopSignals:
     received = 0  # the signal's number
 
     def __init__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._note)
 
@@ -163,9 +172,9 @@ class StopSignals:
 
     def number(self) -> int:
         """Return the number of the signal that this rank has received, or 0."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT and not StopSignals.received:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT[-1] and not StopSignals.received:
             StopSignals.received = signal.SIGTERM
-            logger.error("torchrun has ended; this run writes a checkpoint and exits")
+            logger.error("the launcher has ended; this run writes a checkpoint and exits")
         return StopSignals.received
 
 
@@ -210,17 +219,17 @@ def exit_after_signal(number: int) -> NoReturn:
     """Exit with the status that shells report for a program ended by a signal.
 
     torchrun has the same exit code, 1, for stopped runs and for failed ones. If it has received the signal itself, it
-    then prints a traceback, which nothing but another launcher could prevent.
+    then prints a traceback. `run_ranks` does neither.
     """
     logger.info("stopped by %s, without an error", signal.Signals(number).name)
     sys.exit(128 + number)
 
 
 def exit_on_error(main: Callable[[], None]) -> None:
-    """Call `main`. If it raises, print the error and exit immediately, so that torchrun stops the other ranks.
+    """Call `main`. If it raises, print the error and exit immediately, so that the other ranks are stopped.
 
     An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
-    others in vain prints the line at which it waited. torchrun's report follows.
+    others in vain prints the line at which it waited.
     """
     rank = int(os.environ.get("RANK", 0))
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `quiet_imports`
@@ -235,11 +244,13 @@ def exit_on_error(main: Callable[[], None]) -> None:
         print_line("", end="")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank > 0 and StopSignals.received:
-            # Usually torchrun sent the signal because another rank failed and printed why; this error is a consequence.
+            # Usually the launcher sent it because another rank failed and printed why; this error is a consequence.
             name = type(error).__name__
             print(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
             os._exit(1)
         if sentence := missing_ranks(error):
+            if "timed out" not in sentence:
+                time.sleep(1)  # `run_ranks` stops this rank when the one with the error exits
             print(f"\n[rank {rank}] error: {sentence}\n", file=sys.stderr, flush=True)
             time.sleep(3)  # torchrun stops the other ranks when the first one exits; they print their sentence, too
             os._exit(1)

@@ -117,10 +117,11 @@ def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tu
 
 
 def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
-    """Check the number of processes that torchrun has started, wandb, and the model as `check_model` does."""
+    """Check the number of processes, if torchrun has started them, wandb, and the model as `check_model` does."""
+    layout = config.distributed
     warn_of_early_end(config)
     return check_all(
-        lambda: check_world_size(config.distributed, int(os.environ.get("WORLD_SIZE", 1))),
+        lambda: check_world_size(layout, int(os.environ.get("WORLD_SIZE", layout.world_size))),
         lambda: check_wandb(config),
         lambda: check_model(config, plan_pipeline),
     )

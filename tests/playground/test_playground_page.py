@@ -31,9 +31,9 @@ def test_command_trains_with_the_schedule(asked: dict[str, Any], tmp_path: Path)
     asked = {"pp": 4, "micro_batches": 8, **asked}
     result = ask("train", **asked)
     words = shlex.split(result["command"].replace("\\\n", " "))
-    assert words[:4] == ["torchrun", "--nproc_per_node", "4", "train.py"]
+    assert words[:2] == ["python", "train.py"]
     (tmp_path / "schedule.csv").write_text(result["file"])
-    config = load_config([word.replace("csv:", f"csv:{tmp_path}/") for word in words[4:]])
+    config = load_config([word.replace("csv:", f"csv:{tmp_path}/") for word in words[2:]])
     plan = plan_pipeline(config, load_model_config(config.model))
     actions = [[str(action) for action in program] for program in plan.schedule.programs]
     assert actions == ask("timeline", **asked)["actions"]

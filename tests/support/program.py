@@ -10,14 +10,11 @@ from typing import Any
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 
 
-def run(
-    home: Path, processes: int, *arguments: str, config: str = "template/base_config.json"
-) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun train.py` with `processes` processes, or plain `python train.py` if `processes` is 0."""
-    start = [*TORCHRUN, str(processes)] if processes else [sys.executable]
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py`."""
     environment = {**os.environ, "HOME": str(home)}
     return subprocess.run(
-        [*start, "train.py", "--config", config, *arguments],
+        [sys.executable, "train.py", "--config", "template/base_config.json", *arguments],
         capture_output=True,
         text=True,
         env=environment,

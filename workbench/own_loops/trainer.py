@@ -128,7 +128,7 @@ def set_up(
         trainer = Trainer(config, device, data, frozen)
         with trainer.writer:
             yield trainer
-        dist.barrier()  # torchrun stops the other processes when one of them exits with an error code
+        dist.barrier()  # the other ranks are stopped when one of them exits with an error code
         dist.destroy_process_group()
     finally:
         CLAIM.close()

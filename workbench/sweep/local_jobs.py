@@ -1,6 +1,7 @@
 """Sweeps without Slurm: run jobs on this machine, one after the other, with the same status files."""
 
 import math
+import os
 import re
 import shlex
 import signal
@@ -12,18 +13,15 @@ from typing import IO, Any
 
 from picotron.config import Config
 from picotron.console import print_line
-from workbench.sweep.jobs import OUT_OF_MEMORY, Job, Status, stop_options
+from workbench.sweep.jobs import OUT_OF_MEMORY, Job, Status
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
-def torchrun_command(job: Job, config: Config, grace: int) -> list[str]:
-    """Return the command that runs a job on this machine. (--standalone makes torchrun find a free port.)"""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc_per_node", str(config.distributed.world_size)]
-    torchrun += stop_options(grace)
-    return [*torchrun, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
+def command(job: Job, config: Config) -> list[str]:
+    """Return the command that runs a job on this machine."""
+    return [sys.executable, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
 
 
 class Interrupt:
@@ -47,35 +45,33 @@ class Interrupt:
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:
-    """Stop a torchrun process. torchrun forwards the signal, and the run writes a checkpoint and ends; after `grace`
-    seconds, torchrun kills the run.
-    """
+    """Stop a run. It writes a checkpoint and ends; after `grace` seconds, all its processes are killed."""
     process.send_signal(signal.SIGUSR1)
     try:
-        process.wait(grace + 30)
-    except subprocess.TimeoutExpired:  # torchrun itself is stuck
-        process.kill()
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: IO[str], interrupt: Interrupt) -> None:
     """Run a job and record in its status how it ended.
 
-    If this process is killed, torchrun keeps running, and the claim lasts as long as torchrun.
+    If this process is killed, the job keeps running, and the claim lasts as long as the job.
 
     Args:
         timeout: time limit in seconds, or None.
         grace: see `run_local_jobs`.
-        claim: the file that `Job.claim` yields, whose descriptor torchrun inherits.
+        claim: the file that `Job.claim` yields, whose descriptor the job inherits.
         interrupt: ends the job early.
     """
     (job.folder / "slurm_job_id.txt").unlink(missing_ok=True)  # Slurm no longer knows the state of this job
     job.set_status("running")
     with open(job.folder / "log_local.out", "a+b") as log:
         start, end = log.tell(), time.monotonic() + (timeout or math.inf)
-        # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops torchrun.
+        # A separate session, so that the terminal sends Ctrl-C to this process only, which then stops the job.
         process = subprocess.Popen(
-            torchrun_command(job, config, grace),
+            command(job, config),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -111,7 +107,7 @@ def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, d
             if interrupt.received:
                 break
             if dry_run:
-                print_line(shlex.join(torchrun_command(job, config, grace)))
+                print_line(shlex.join(command(job, config)))
                 continue
             with job.claim() as claim:
                 if claim is None or job.status != before[job]:

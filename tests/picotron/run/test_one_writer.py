@@ -41,9 +41,9 @@ def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
     """Function that starts train.py, with the given words before it, and waits for its first step."""
     started = []
 
-    def start(*command: str) -> subprocess.Popen[str]:
+    def start(*command: str, dp: int = 1) -> subprocess.Popen[str]:
         words = [*command, "train.py", "--config", "template/base_config.json"]
-        words += arguments(tmp_path / "run", 1 if len(command) == 1 else 2, 1, **MANY_STEPS)
+        words += arguments(tmp_path / "run", dp, 1, **MANY_STEPS)
         process = subprocess.Popen(
             words, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -64,23 +64,24 @@ def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
 ) -> None:
     first = start(sys.executable)
     words = arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"training.max_tokens": 64})
-    second = run(home, 0, *words)
+    second = run(home, *words)
     assert second.returncode == 1
     assert f"is being written by another run (process {first.pid} on {platform.node()}, started at 20" in second.stderr
     assert "wait until it ends, or choose another folder" in second.stderr
     assert not list(tmp_path.glob("run/earlier.*"))
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    third = run(home, 0, *words)
+    third = run(home, *words)
     assert third.returncode == 0, third.stderr
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
 
 
 @pytest.mark.slow
-def test_processes_end_with_a_checkpoint_when_torchrun_is_killed(
-    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+@pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN, "2"]], ids=["forks", "torchrun"])
+def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]], launcher: list[str]
 ) -> None:
-    agent = start(*TORCHRUN, "2")
+    agent = start(*launcher, dp=2)
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(agent.pid, signal.SIGKILL)

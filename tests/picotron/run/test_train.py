@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
     keys = {"dataset.name": folder, "training.eval_frequency": 0, "training.warmup_steps": 1}
     keys |= {"checkpoint.save_frequency": 2, "checkpoint.load_path": "latest"}
     for steps in (2, 4):
-        result = run(home, 0, *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
+        result = run(home, *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
         assert result.returncode == 0, result.stderr
         (folder / "b.txt").write_text("Peter Piper picked a peck of pickled peppers.\n" * 400)
     assert "was trained on different data" in result.stdout + result.stderr
@@ -30,10 +31,36 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
 
 
 def test_user_error_ends_the_program_with_one_line(home: Path, tmp_path: Path) -> None:
-    result = run(home, 0, *arguments(tmp_path, 1, 1, **{"training.lr": 1}))
-    assert result.returncode != 0
+    result = run(home, *arguments(tmp_path, 2, 1, **{"training.lr": 1}))
+    assert result.returncode == 1
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("[rank 0] error: unknown key training.lr")
+
+
+FAILING = """
+import sys; sys.path.insert(0, '.')
+import torch, train
+from picotron.console import UserError
+from picotron.data.loader import MicroBatchDataLoader
+load, calls = MicroBatchDataLoader.__next__, []
+def failing(self):
+    calls.append(1)
+    if len(calls) == 4 and torch.distributed.get_rank() == 2:
+        raise UserError("rank 2 does not like batch 4")
+    return load(self)
+MicroBatchDataLoader.__next__ = failing
+train.exit_on_error(train.main)
+"""
+
+
+def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
+    """The others wait for it in a collective."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    words = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 4, 1)]
+    command, environment = [sys.executable, str(tmp_path / "failing.py"), *words], {**os.environ, "HOME": str(home)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert result.returncode == 1
+    assert result.stderr.endswith("\n[rank 2] error: rank 2 does not like batch 4\n\n")
 
 
 BROKEN = """
@@ -52,16 +79,22 @@ train.exit_on_error(train.main)
 """
 
 
-def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "report"),
+    [([sys.executable], "[rank 1] error: the process was ended by SIGKILL"), ([*TORCHRUN, "2"], "Signal 9 (SIGKILL)")],
+)
+def test_killed_stage_ends_the_run_within_30_seconds(
+    home: Path, tmp_path: Path, launcher: list[str], report: str
+) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     (tmp_path / "broken.py").write_text(BROKEN)
     words = ["--config", "template/base_config.json"]
     words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2})
-    command, environment = [*TORCHRUN, "2", str(tmp_path / "broken.py"), *words], {**os.environ, "HOME": str(home)}
+    command, environment = [*launcher, str(tmp_path / "broken.py"), *words], {**os.environ, "HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert result.returncode != 0
     assert time.time() - (tmp_path / "killed").stat().st_mtime < 30
-    assert "Signal 9 (SIGKILL)" in result.stderr
+    assert report in result.stderr
     assert len(metrics(tmp_path / "run")) == 1
 
 

@@ -96,8 +96,11 @@ def test_several_processes_write_the_same_file(folder: Path, tmp_path: Path, mon
     words = ["--temperature", "1", "--max_new_tokens", "200", "--batch_size", "5", "--num_return_sequences", "2"]
     expected = complete(monkeypatch, folder, prompts, *words)
     words += ["--checkpoint", str(folder), "--prompts", str(prompts), "--output", str(output)]
-    subprocess.run([*TORCHRUN, "4", "generate.py", *words, "--pp_size", "2", "--tp_size", "2"], timeout=120, check=True)
-    assert_same(lines_of(output), expected)
+    words += ["--pp_size", "2", "--tp_size", "2"]
+    for launcher in ([sys.executable], [*TORCHRUN, "8"]):  # the latter with two data-parallel ranks
+        output.unlink(missing_ok=True)
+        subprocess.run([*launcher, "generate.py", *words], timeout=120, check=True)
+        assert_same(lines_of(output), expected)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +120,19 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes, messa
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words", "message"),
+    ("words", "message"),
     [
-        (1, ["--pp_size", "2"], "pp_size=2 x tp_size=1 needs a multiple of 2 processes"),
-        (1, ["--top_p", "0"], "top_p=0.0"),
-        (1, ["--output", "/dev/full"], "/dev/full: No space left on device"),
+        (["--pp_size", "2"], "pp_size=2 x tp_size=1 needs a multiple of 2 processes"),
+        (["--top_p", "0"], "top_p=0.0"),
+        (["--output", "/dev/full"], "/dev/full: No space left on device"),
     ],
 )
 def test_layouts_and_outputs_that_do_not_work(
-    folder: Path, tmp_path: Path, world_size: int, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    if words[0] == "--pp_size":  # as torchrun sets them
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
     (tmp_path / "o").write_text("results of yesterday\n")
     arguments = ["--checkpoint", folder, "--prompts", write_prompts(tmp_path / "p.txt"), "--output", tmp_path / "o"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *words])
