@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
+from picotron.data.rows import Samples, Text
 from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
@@ -65,6 +66,20 @@ def check(config: Config) -> tuple[PreTrainedConfig, Any]:
     return check_run(config)[0], None
 
 
+def load_data(config: Config, model_config: PreTrainedConfig, trained: Path | None) -> tuple[Text | Samples, Path]:
+    """Map the data set of a config into memory. Every rank must call this. Returns the data and the tokenizer's folder.
+
+    Args:
+        trained: folder of the tokenizer with which the model was trained so far, or None.
+    """
+    folder = Path(config.dataset.name)
+    if not has_token_files(folder):
+        from workbench.prepare.tokens import prepare  # needed for text only, which one process per machine tokenises
+
+        folder = prepare(config, model_config, trained)
+    return load_token_files(folder, config, model_config, trained)
+
+
 def make_pipeline(
     config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Llama], PipelineParallel], Step, Step]:
@@ -94,6 +109,10 @@ def main() -> None:
 
         return explain(parse_config(options.data), options.hardware, options.gib, options.json)
     config = parse_config(options.data)
+    if options.evaluate:
+        from workbench.own_loops.evaluation import evaluate
+
+        return run_ranks(config.distributed.world_size, partial(evaluate, config, options.evaluate))
     model_config, plan = check(config)  # most mistakes of users are found here, before there are ranks
     run_ranks(config.distributed.world_size, partial(train, config, model_config, plan))
 
@@ -110,25 +129,28 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
 
     # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
-    folder = Path(config.dataset.name)
-    trained = checkpoint.tokenizer if checkpoint else None
-    if not has_token_files(folder):
-        from workbench.prepare.tokens import prepare  # needed for text only, which one process per machine tokenises
-
-        folder = prepare(config, model_config, trained)
-    data, tokenizer = load_token_files(folder, config, model_config, trained)
-    train_rows, eval_rows = split_train_eval(data, config)
+    data, tokenizer = load_data(config, model_config, checkpoint.tokenizer if checkpoint else None)
+    other = None
+    if name := config.dataset.eval_name:
+        evaluation = config.for_data(name, str(tokenizer), config.dataset.eval_split)
+        other, _ = load_data(evaluation, model_config, tokenizer)
+    train_rows, eval_rows = split_train_eval(data, config, other)
     fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)
     eval_loader = None
     if eval_rows:
-        eval_loader = MicroBatchDataLoader(eval_rows, config, device, shuffle=False, batches=training.eval_steps)
+        batches = len(eval_rows) // config.global_batch_size
+        eval_loader = MicroBatchDataLoader(eval_rows, config, device, shuffle=False, batches=batches)
         evaluated = targets_and_bytes(eval_rows, tokenizer)
 
     # The pipeline: the function that keeps this rank's layers of the model, the training step and the evaluation.
     if plan:
         pipeline, (step, evaluate) = plan.wrap, plan.make_steps(config, model_config, device, dtype, progress.step)
+        if config.logging.sample_prompt:
+            from workbench.generation.samples import with_samples
+
+            evaluate = with_samples(evaluate, config, model_config, tokenizer)
     else:
         pipeline, step, evaluate = make_pipeline(config, model_config, device, dtype)
     if layout.pp_size > 1:
@@ -157,6 +179,8 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     # Training loop. A stop signal ends it after the current step, with a checkpoint.
     signals, stop = StopSignals(), 0
     with writer:
+        if eval_loader and progress.step == 0:
+            metrics.log({"step": 0, "tokens": 0} | evaluation_record(evaluate(model, eval_loader), *evaluated))
         while not stop and not progress.is_end(training):
             metrics.start_step()
             loss = step(model, data_loader)

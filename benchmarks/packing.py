@@ -58,7 +58,7 @@ def one_sample_per_row(samples: Samples) -> SampleRows:
 
 def rows_of(packed: bool) -> SampleRows:
     samples = python_samples()
-    return pack_samples(samples, SEQ_LENGTH).training if packed else one_sample_per_row(samples)
+    return pack_samples(samples, SEQ_LENGTH).rows if packed else one_sample_per_row(samples)
 
 
 def padded_micro_batches(samples: int) -> Iterator[np.ndarray]:

@@ -177,9 +177,9 @@ class Training(Section):
     compile: bool | None = None
     """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
-    """steps between evaluations of the loss on held-out data; 0: no evaluation"""
+    """steps between evaluations of the loss on held-out data, with one more before the first step; 0: no evaluation"""
     eval_steps: Positive = 10
-    """global batches per evaluation, held out from the end of the training data"""
+    """global batches per evaluation, without dataset.eval_name: rows drawn from the data, which are not trained on"""
 
     @property
     def decay(self) -> int:
@@ -193,6 +193,10 @@ class Dataset(Section):
     folder that `python -m workbench.prepare` has written"""
     mixture: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
     """weights of several data sets to mix, such as {"a.jsonl": 3, "b.jsonl": 1}; `name` has weight 1, unless listed"""
+    eval_name: str | None = None
+    """data set for evaluations, of any kind that `name` may have, which is read as a whole; null: see eval_steps"""
+    eval_split: str | None = None
+    """split of eval_name, if that is a hub data set; null: `split`"""
     subset_name: str | None = None
     """configuration of a hub data set; null: its default"""
     split: str = "train"
@@ -269,6 +273,8 @@ class Logging(Section):
     """name of the wandb run; null: wandb chooses one"""
     log_frequency: Positive = 1
     """steps between lines on the console; metrics.jsonl has a line for every step"""
+    sample_prompt: str | None = None
+    """text that the model continues at each evaluation with its likeliest tokens; with messages_column, a question"""
     trace_steps: list[Positive] | None = None
     """steps in which to record when each action runs, with pp_size > 1 (on GPUs they are slower); null: none"""
 
@@ -293,16 +299,24 @@ class Config(Section):
     @property
     def needs_workbench(self) -> bool:
         """Whether the run needs a pipeline of the workbench: it has another schedule than AFAB and 1F1B, or chunks, or
-        stages written by hand, or keeps some activations, or its actions are recorded or logged.
+        stages written by hand, or keeps some activations, or its actions are recorded or logged, or it generates.
         """
         layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
         other = layout.pp_engine not in ("afab", "1f1b") or watches
-        return bool(layout.pp_size > 1 and other) or self.schedule != Schedule()
+        generates = self.logging.sample_prompt is not None
+        return bool(layout.pp_size > 1 and other) or self.schedule != Schedule() or generates
+
+    def for_data(self, name: str, tokenizer: str | None, split: str | None = None) -> "Config":
+        """Return the config with another data set, of which all documents are read, and with a tokenizer."""
+        dataset = {"name": name, "eval_name": name, "split": split or self.dataset.split, "mixture": None}
+        sections = {"dataset": dataset, "training": {"num_samples": None}, "model": {"tokenizer": tokenizer}}
+        return self.model_copy(update={key: getattr(self, key).model_copy(update=sections[key]) for key in sections})
 
     @property
     def held_out_sequences(self) -> int:
-        """Number of sequences that are evaluated, and not trained on."""
-        return self.training.eval_steps * self.global_batch_size if self.training.eval_frequency else 0
+        """Number of sequences of the training data that are evaluated, and not trained on."""
+        evaluates = self.training.eval_frequency and self.dataset.eval_name is None
+        return self.training.eval_steps * self.global_batch_size if evaluates else 0
 
     @property
     def global_batch_size(self) -> int:

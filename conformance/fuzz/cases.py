@@ -18,6 +18,7 @@ LONG_LENGTHS = (17, 29, 37, 47, 48, 59, 61, 64)  # of rows for samples, of which
 DATA = ("own", "own", "text", "samples", "conversations")
 LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "local_logits")
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
+BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "training.micro_batch_size")
 PROGRAMS = 0.25  # share of the programs among the cases
 STEPS = 3
 SEED, CASES = 30, 150  # of the random cases in `make test`
@@ -71,11 +72,14 @@ def draw_case(seed: int, number: int) -> Case:
     if resume and random.Random(f"{seed} {number} first").random() < 0.2:
         resume["after"] = 0
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
+    if "training.eval_frequency" in config and random.Random(f"{seed} {number} evaluation").random() < 0.4:
+        data["evaluated"] = random.Random(f"{seed} {number} evaluated").randint(1, 9)
     if data.get("loss") == "focal":
         data["weights"] = random.Random(f"{seed} {number} weights").random() < 0.4
     data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
-        numbers = [key for key, value in config.items() if type(value) is int and key != "training.seed"]
+        kept = {"training.seed", *(BATCH if resume else ())}  # a run with another batch begins its data again
+        numbers = [key for key, value in config.items() if type(value) is int and key not in kept]
         config[dice.choice(numbers)] = dice.randint(0, 7)
     return {
         "model": model,

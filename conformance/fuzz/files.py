@@ -43,6 +43,8 @@ def config_of(case: Case, folder: Path, part: int = 0) -> Config:
         "dataset.name": str(folder / "data.jsonl"),
         "checkpoint.save_dir": str(folder / "run"),
     } | case["config"]
+    if case["data"].get("evaluated"):
+        keys["dataset.eval_name"] = str(folder / "evaluation.jsonl")
     if case["data"]["kind"] == "samples":
         keys |= {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
     if case["data"]["kind"] == "conversations":
@@ -82,7 +84,8 @@ def write_model(case: Case, folder: Path) -> None:
 def write_files(case: Case, folder: Path) -> None:
     """Write the model folder and the data set."""
     write_model(case, folder / "model")
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of(case)))
+    for name, records in (("data", records_of(case)), ("evaluation", evaluated_of(case))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def words(dice: random.Random, most: int) -> str:
@@ -109,6 +112,12 @@ def records_of(case: Case) -> list[dict[str, Any]]:
     if data["kind"] == "samples":
         return [{"prompt": start + words(dice, 4), "completion": words(dice, 5)} for _ in range(count)]
     return [conversation(dice, data["shape"]) for _ in range(count)]
+
+
+def evaluated_of(case: Case) -> list[dict[str, Any]]:
+    """Return the records of the data set for evaluations, or [] if the case has none."""
+    data = case["data"]
+    return records_of(case | {"data": data | {"seed": data["seed"] + 1}})[: data.get("evaluated") or 0]
 
 
 def conversation(dice: random.Random, shape: str) -> dict[str, Any]:

@@ -62,10 +62,7 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
             step, samples = step + 1, samples + G
             if rows is not None and run.training.eval_frequency:
                 with torch.no_grad():
-                    size = run.training.eval_steps * G
-                    before = len(found["evaluations"]) * size
-                    at = np.arange(before, before + size) % min(size, len(rows.evaluation))
-                    found["evaluations"].append(mean_loss(model, [rows.evaluation[i] for i in at]).item())
+                    found["evaluations"].append(mean_loss(model, rows.evaluation).item())
         found["weights"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         results.append(found)
     return results

@@ -11,9 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from conformance.fuzz.cases import Case
 from conformance.fuzz.chat_templates import ENDLESS
-from conformance.fuzz.files import records_of, tokenizer_of
+from conformance.fuzz.files import evaluated_of, records_of, tokenizer_of
 from picotron.config import Config
-from picotron.data.loader import split_train_eval
+from picotron.data.loader import HELD_OUT, epoch_order, split_train_eval
 from picotron.data.rows import Rows, Samples
 from picotron.data.token_files import map_token_files
 from picotron.run.model_config import load_model_config
@@ -45,14 +45,28 @@ def rows_of_case(case: Case, folder: Path, config: Config) -> CaseRows:
     Raises:
         Mismatch: the tokens or the mask of a sample are not those of its whole text.
     """
+    name, T = config.dataset.eval_name, config.training.seq_length
     if case["data"]["kind"] == "text":
-        return rows_of_text(case, config)
+        rows = rows_of_text(case, config, records_of(case))
+        whole = [row for row in rows if sum(len(document.input_ids) for document in row) == T]
+        if name:
+            return CaseRows(whole, rows_of_text(case, config, evaluated_of(case)))
+        order = epoch_order(len(whole), config.training.seed, HELD_OUT).tolist()
+        held_out = config.held_out_sequences
+        training, evaluation = sorted(order[held_out:]), sorted(order[:held_out])
+        return CaseRows([whole[i] for i in training], [whole[i] for i in evaluation])
     model_config = load_model_config(config.model)
     data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
-    assert isinstance(data, Samples)
-    compare_samples(case, data)
+    other = None
+    if name:
+        evaluation = config.for_data(name, config.model.name)
+        other, _ = map_token_files(write_tokens(evaluation, model_config), evaluation, model_config)
+    for each, records in ((data, records_of(case)), (other, evaluated_of(case))):
+        if each is not None:
+            assert isinstance(each, Samples)
+            compare_samples(case, each, records)
     # Which samples share a row is up to the packing; what they contain, has been compared.
-    return CaseRows(*map(rows_of_samples, split_train_eval(data, config)))
+    return CaseRows(*map(rows_of_samples, split_train_eval(data, config, other)))
 
 
 def document(input_ids: Any, target_ids: Any, weights: Any = None) -> Document:
@@ -60,10 +74,12 @@ def document(input_ids: Any, target_ids: Any, weights: Any = None) -> Document:
     return Document(*(list(map(int, ids)) for ids in (input_ids, target_ids)), [float(weight) for weight in weights])
 
 
-def rows_of_text(case: Case, config: Config) -> CaseRows:
-    """Cut the tokens of all documents, each with an end token, into rows, and the rows into documents."""
+def rows_of_text(case: Case, config: Config, records: list[dict[str, Any]]) -> list[list[Document]]:
+    """Cut the tokens of all documents, each with an end token, into rows, of which the last one may be shorter, and the
+    rows into documents.
+    """
     tokenizer, T = tokenizer_of(case), config.training.seq_length
-    texts = [record["text"] for record in records_of(case)]
+    texts = [record["text"] for record in records]
     stream = [
         token
         for text in texts
@@ -74,17 +90,14 @@ def rows_of_text(case: Case, config: Config) -> CaseRows:
             tokenizer.eos_token_id,
         ]
     ]
-    start = max(0, len(stream) - 1 - config.held_out_sequences * T)
-    parts = []
-    for tokens in (stream[: start + 1], stream[start:]):
-        rows = []
-        for first in range(0, (len(tokens) - 1) // T * T, T):
-            inputs, targets = tokens[first : first + T], tokens[first + 1 : first + T + 1]
-            masks = config.dataset.masks_documents
-            ends = [i + 1 for i, token in enumerate(inputs) if masks and token == tokenizer.eos_token_id and i + 1 < T]
-            rows.append([document(inputs[a:b], targets[a:b]) for a, b in pairwise([0, *ends, T])])
-        parts.append(rows)
-    return CaseRows(*parts)
+    rows = []
+    for first in range(0, len(stream) - 1, T):
+        targets = stream[first + 1 : first + T + 1]
+        inputs, size = stream[first : first + len(targets)], len(targets)
+        masks = config.dataset.masks_documents
+        ends = [i + 1 for i, token in enumerate(inputs) if masks and token == tokenizer.eos_token_id and i + 1 < size]
+        rows.append([document(inputs[a:b], targets[a:b]) for a, b in pairwise([0, *ends, size])])
+    return rows
 
 
 def rows_of_samples(rows: Rows) -> list[list[Document]]:
@@ -99,9 +112,9 @@ def rows_of_samples(rows: Rows) -> list[list[Document]]:
     return result
 
 
-def compare_samples(case: Case, data: Samples) -> None:
+def compare_samples(case: Case, data: Samples, records: list[dict[str, Any]]) -> None:
     """Compare the tokens and the mask of each sample with those of its whole text."""
-    tokenizer, ends, records = tokenizer_of(case), data.lengths.cumsum(), records_of(case)
+    tokenizer, ends = tokenizer_of(case), data.lengths.cumsum()
     whole = whole_sample if case["data"]["kind"] == "samples" else whole_conversation
     expected = [sample for record in records for sample in whole(case, tokenizer, record)]
     if len(expected) != len(ends):

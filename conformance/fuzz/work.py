@@ -77,10 +77,15 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     fingerprint, tokenizer, eval_loader = "", Path(config.model.name), None
     if not is_own:
         data, tokenizer = load_token_files(prepare(config, model_config), config, model_config)
-        train_rows, eval_rows = split_train_eval(data, config)
+        other = None
+        if name := config.dataset.eval_name:
+            evaluation = config.for_data(name, str(tokenizer))
+            other, _ = load_token_files(prepare(evaluation, model_config), evaluation, model_config)
+        train_rows, eval_rows = split_train_eval(data, config, other)
+        eval_batches = len(eval_rows) // config.global_batch_size
         fingerprint = data_fingerprint(train_rows, config)
         if eval_rows:
-            eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=training.eval_steps)
+            eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=eval_batches)
     progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
     if not is_own:
         loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
@@ -145,7 +150,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     def loaded_step(_: int) -> float:
         found = global_mean(step(model, loader)).item()
         if case["between"] and eval_loader:
-            evaluate(model, MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=training.eval_steps))
+            evaluate(model, MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=eval_batches))
         return found
 
     take_step = own_step if is_own else loaded_step

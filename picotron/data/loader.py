@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
-from picotron.data.rows import Rows, Samples, Text, TextRows
+from picotron.data.rows import Rows, Samples, SomeRows, Text, TextRows, WholeText
 
 logger = logging.getLogger("picotron")
+
+HELD_OUT = 2**40  # in the place of an epoch's number
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -39,46 +42,66 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def split_train_eval(data: Text | Samples, config: Config) -> tuple[Rows, Rows]:
-    """Make rows of the data, and split them into training rows and the last ones, as many as an evaluation reads.
+def make_rows(data: Text | Samples, config: Config, name: str, multiple: int | None = None) -> tuple[Rows, str]:
+    """Make rows of a data set. Returns the rows, and a text about them.
+
+    Args:
+        name: name of the data set.
+        multiple: if given, all targets that count are in rows, whose number is a multiple of this one.
+    """
+    length = config.training.seq_length
+    if isinstance(data, Text):
+        make = TextRows if multiple is None else partial(WholeText, multiple=multiple)
+        return make(data.tokens, length, data.end), f"{len(data.tokens):,} tokens in {name}"
+    from picotron.data.samples import pack_samples
+
+    drops_long = config.dataset.long_samples == "drop"
+    packed = pack_samples(data, length, drops_long, config.dataset.masks_documents, multiple or 1)
+    too_long = ", or they are longer" if drops_long else ""
+    why = f" (the loss counts none of their first {length + 1:,} tokens{too_long})" if packed.dropped else ""
+    return packed.rows, (
+        f"{len(data.lengths):,} samples in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped{why}; "
+        f"{len(packed.rows):,} rows of {length:,} tokens, {packed.empty:.1%} empty"
+    )
+
+
+def whole_rows(data: Text | Samples, config: Config, name: str) -> Rows:
+    """Make the rows for an evaluation of a whole data set, a multiple of the global batch.
+
+    Raises:
+        UserError: the data have no target that the loss counts.
+    """
+    rows, summary = make_rows(data, config, name, config.global_batch_size)
+    if rows.counts is None or not rows.counts.sum():
+        raise UserError(f"{summary}: there is nothing to evaluate; use other data")
+    logger.info("%s, all of them for evaluation", summary)
+    return rows
+
+
+def split_train_eval(
+    data: Text | Samples, config: Config, evaluation: Text | Samples | None = None
+) -> tuple[Rows, Rows]:
+    """Make the rows for training and those for evaluations. The latter are all rows of `evaluation`, the data set
+    `eval_name`, or else `held_out_sequences` rows of `data`, drawn with the seed.
 
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
-    name, length, evaluated = config.dataset.title, config.training.seq_length, config.held_out_sequences
-    training: Rows
-    evaluation: Rows
-    if isinstance(data, Text):
-        # The shared token is the last target of one part, the first input of the other.
-        split = max(0, len(data.tokens) - 1 - evaluated * length)
-        training = TextRows(data.tokens[: split + 1], length, data.end)
-        evaluation = TextRows(data.tokens[split : split + evaluated * length + 1], length, data.end)
-        size, change = f"{len(data.tokens):,} tokens", "a shorter seq_length"
-        summary = f"{size} in {name}, {evaluated * length:,} of them for evaluation"
-    else:
-        from picotron.data.samples import pack_samples
-
-        drops_long = config.dataset.long_samples == "drop"
-        packed = pack_samples(data, length, evaluated, drops_long, config.dataset.masks_documents)
-        training, evaluation = packed.training, packed.evaluation
-        size, change = f"{len(data.lengths):,} samples", "a shorter seq_length"
-        summary = (
-            f"{size} in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped; "
-            f"{len(training) + len(evaluation):,} rows of {length:,} tokens, {packed.empty:.1%} empty, "
-            f"{evaluated:,} of them for evaluation"
-        )
-        if packed.dropped:
-            too_long, change = ", or they are longer" if drops_long else "", "a longer seq_length"
-            size += f", {packed.dropped:,} of them dropped (the loss counts none of their first {length + 1:,} tokens{too_long})"
-    count, batch = len(training) + len(evaluation), config.global_batch_size
-    if count < batch + evaluated:
-        also, fewer = (f" and evaluation {evaluated}", ", or fewer eval_steps") if evaluated else ("", "")
+    rows, summary = make_rows(data, config, config.dataset.title)
+    batch, held_out = config.global_batch_size, config.held_out_sequences
+    if len(rows) < batch + held_out:
+        also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
         raise UserError(
-            f"{name} has {size}, enough for {count} sequences of {length} tokens, but one global batch needs "
-            f"{batch}{also}; use more data, {change} or a smaller batch{fewer}"
+            f"{summary}: enough for {len(rows)} sequences of {config.training.seq_length} tokens, but one global batch needs "
+            f"{batch}{also}; use more data, another seq_length, a smaller batch{fewer}, or keep long samples"
         )
-    logger.info("%s", summary)
-    return training, evaluation
+    unit = config.training.seq_length if isinstance(data, Text) else 1
+    logger.info("%s, %s of them for evaluation", summary, f"{held_out * unit:,}")
+    if evaluation is not None:
+        return rows, whole_rows(evaluation, config, config.dataset.eval_name or "")
+    order = epoch_order(len(rows), config.training.seed, HELD_OUT)
+    held, trained = np.sort(order[:held_out]), np.sort(order[held_out:])
+    return (SomeRows(rows, trained), SomeRows(rows, held)) if held_out else (rows, SomeRows(rows, held))
 
 
 def micro_batch_samples(

@@ -1,6 +1,7 @@
 """Rows of training data: sequences of seq_length inputs with as many targets. (`samples` has those of samples.)"""
 
 import abc
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,13 +83,62 @@ class TextRows(Rows):
         return max(0, len(self.tokens) - 1) // self.seq_length
 
     def __getitem__(self, i: int) -> Row:
-        start = i * self.seq_length
-        tokens = self.tokens[start : start + self.seq_length + 1]
-        documents = None
-        if self.end is not None:
-            ends = np.flatnonzero(tokens[:-2] == self.end) + 1
-            documents = np.diff(ends, prepend=0, append=self.seq_length)
-        return Row(tokens[:-1], tokens[1:], None, documents)
+        tokens = self.tokens[i * self.seq_length : (i + 1) * self.seq_length + 1]
+        return Row(tokens[:-1], tokens[1:], None, self.documents(tokens))
+
+    def documents(self, tokens: np.ndarray) -> np.ndarray | None:
+        """Return the lengths of the documents in a row, if documents are masked, else None."""
+        if self.end is None:
+            return None
+        ends = np.flatnonzero(tokens[:-2] == self.end) + 1
+        return np.diff(ends, prepend=0, append=self.seq_length)
 
     def identity(self) -> tuple[Any, np.ndarray]:
         return len(self.tokens), np.concatenate((self.tokens[:1000], self.tokens[-1000:]))
+
+
+class WholeText(TextRows):
+    """The rows of a text up to its last token. The loss does not count the targets after it, which have token 0.
+
+    Args:
+        tokens, seq_length, end: see `TextRows`.
+        multiple: number of which the number of rows is a multiple.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_length: int, end: int | None, multiple: int) -> None:
+        super().__init__(tokens, seq_length, end)
+        targets, size = max(0, len(tokens) - 1), seq_length * multiple
+        starts = np.arange(0, -(-targets // size) * size, seq_length)
+        self.counts: np.ndarray = np.clip(targets - starts, 0, seq_length)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, i: int) -> Row:
+        tokens = self.tokens[i * self.seq_length : (i + 1) * self.seq_length + 1]
+        tokens = np.pad(tokens, (0, self.seq_length + 1 - len(tokens)))
+        counted = np.arange(self.seq_length) < self.counts[i]
+        return Row(tokens[:-1], tokens[1:], counted.astype(np.uint8), self.documents(tokens))
+
+
+class SomeRows(Rows):
+    """Some rows of a data set.
+
+    Args:
+        rows: rows of the data set.
+        numbers: which of them.
+    """
+
+    def __init__(self, rows: Rows, numbers: np.ndarray) -> None:
+        self.rows, self.numbers = rows, numbers
+        self.counts = None if rows.counts is None else rows.counts[numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Row:
+        return self.rows[int(self.numbers[i])]
+
+    def identity(self) -> tuple[Any, np.ndarray]:
+        size, ends = self.rows.identity()
+        return (size, hashlib.sha256(self.numbers.tobytes()).hexdigest()), ends

@@ -1,7 +1,6 @@
 """Rows of samples for fine-tuning, with the samples chosen so that the rows are full."""
 
 import hashlib
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ class SampleRows(Rows):
         starts: (S,) first token of each sample that is used, in ascending order.
         sizes: (S,) number of positions that each of them takes.
         counts: (S,) number of targets that the loss counts in each of them.
-        rows: (S,) row of each of them; every row has at least one.
+        rows: (S,) row of each of them.
         seq_length: number of positions of a row.
         masks_documents: whether attention stays within a sample.
+        count: number of rows, if it is larger than that of the rows with samples.
     """
 
     def __init__(
@@ -34,12 +34,15 @@ class SampleRows(Rows):
         rows: np.ndarray,
         seq_length: int,
         masks_documents: bool = True,
+        count: int = 0,
     ) -> None:
         self.samples, self.seq_length, self.masks_documents = samples, seq_length, masks_documents
         order = np.argsort(rows, kind="stable")  # within a row, samples keep their order
         self.starts, self.sizes = starts[order], sizes[order]
-        self.first = np.append(0, np.bincount(rows).cumsum())  # samples first[i] to first[i + 1] are in row i
-        self.counts: np.ndarray = np.bincount(rows, counts).astype(np.int64)
+        self.first = np.append(
+            0, np.bincount(rows, minlength=count).cumsum()
+        )  # samples first[i] to first[i + 1] are in row i
+        self.counts: np.ndarray = np.bincount(rows, counts, count).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -70,12 +73,9 @@ class SampleRows(Rows):
 CHUNK = 2**12  # samples whose targets are counted at a time
 
 
-def best_fit(sizes: Iterable[int], capacity: int, limit: float = math.inf) -> list[int]:
+def best_fit(sizes: Iterable[int], capacity: int) -> list[int]:
     """Put items into rows, one after the other: each into the row with the least free space that is enough for it, or
-    into a new row. Ends before the first item that would need more than `limit` rows.
-
-    Returns:
-        The row of each item.
+    into a new row. Returns the row of each item.
     """
     with_free: list[list[int]] = [[] for _ in range(capacity + 1)]  # the rows with a number of free positions
     numbers = 0  # bit n is set if there are rows with n free positions
@@ -88,11 +88,9 @@ def best_fit(sizes: Iterable[int], capacity: int, limit: float = math.inf) -> li
             row = with_free[free].pop()
             if not with_free[free]:
                 numbers ^= 1 << free
-        elif count < limit:
+        else:
             free, row = capacity, count
             count += 1
-        else:
-            break
         with_free[free - size].append(row)
         numbers |= 1 << free - size
         rows.append(row)
@@ -108,13 +106,8 @@ def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
     order = np.argsort(-sizes, kind="stable")
     rows = np.empty(len(sizes), np.int64)
     rows[order] = best_fit(sizes[order].tolist(), capacity)
-    return by_first_item(rows)
-
-
-def by_first_item(rows: np.ndarray) -> np.ndarray:
-    """Renumber rows in the order of their first items."""
     _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[rows]
+    return first.argsort().argsort()[rows]  # renumbered
 
 
 def count_targets(counted: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -132,37 +125,34 @@ class Packed(NamedTuple):
     """Samples in rows.
 
     Args:
-        training, evaluation: rows of different samples.
+        rows: the rows.
         cut: number of samples of which only the beginning is in a row.
         dropped: number of samples that are in no row.
     """
 
-    training: SampleRows
-    evaluation: SampleRows
+    rows: SampleRows
     cut: int
     dropped: int
 
     @property
     def empty(self) -> float:
         """Fraction of the positions that no sample takes."""
-        positions = (len(self.training) + len(self.evaluation)) * self.training.seq_length
-        return 1 - (self.training.sizes.sum() + self.evaluation.sizes.sum()) / max(1, positions)
+        return 1 - self.rows.sizes.sum() / max(1, len(self.rows) * self.rows.seq_length)
 
 
 def pack_samples(
     samples: Samples,
     seq_length: int,
-    held_out: int = 0,
     drops_long: bool = False,
     masks_documents: bool = True,
+    multiple: int = 1,
 ) -> Packed:
     """Pack samples into rows.
 
     Args:
-        held_out: number of rows that are held out. They get the last samples, up to the first that fits into none of
-            them; the training rows get all others.
         drops_long: whether to drop samples that take more than seq_length positions, or to cut them.
         masks_documents: see `SampleRows`.
+        multiple: number of which the number of rows is a multiple; the last rows may have no samples.
     """
     starts, sizes = np.cumsum(samples.lengths) - samples.lengths, samples.lengths - 1
     used = (sizes > 0) & (sizes <= seq_length if drops_long else True)
@@ -171,15 +161,7 @@ def pack_samples(
     useful = counts > 0
     starts, is_long, sizes, counts = starts[useful], is_long[useful], sizes[useful], counts[useful]
 
-    evaluation = np.array(best_fit(sizes[::-1].tolist(), seq_length, held_out)[::-1], np.int64)
-    cut = len(sizes) - len(evaluation)
-
-    def rows(which: slice, numbers: np.ndarray) -> SampleRows:
-        return SampleRows(samples, starts[which], sizes[which], counts[which], numbers, seq_length, masks_documents)
-
-    return Packed(
-        rows(slice(cut), pack(sizes[:cut], seq_length)),
-        rows(slice(cut, None), by_first_item(evaluation)),
-        cut=int(is_long.sum()),
-        dropped=len(samples.lengths) - len(sizes),
-    )
+    numbers = pack(sizes, seq_length)
+    count = -(-(numbers.max(initial=-1) + 1) // multiple) * multiple
+    rows = SampleRows(samples, starts, sizes, counts, numbers, seq_length, masks_documents, count)
+    return Packed(rows, cut=int(is_long.sum()), dropped=len(samples.lengths) - len(sizes))

@@ -102,7 +102,7 @@ def map_token_files(folder: Path, config: Config, model_config: PreTrainedConfig
         UserError: the files are damaged, they do not fit the config or the model, or a key has no effect on them.
     """
     section, again = config.dataset, "tokenise the data again"
-    if folder == Path(section.name):  # otherwise, these keys had their effect when the files were written
+    if folder == Path(section.name) and not section.eval_name:  # otherwise, these keys have their effect elsewhere
         given = {f"{name}.{key}": value for name, body in config for key, value in body}
         if unused := [f"{key}={given[key]!r}" for key in KEYS_OF_TEXT if given[key] != default_of(key)]:
             raise UserError(*(f"{each} has no effect on the token files in {folder}; remove it" for each in unused))

@@ -35,6 +35,16 @@ def conflicts(config: Config) -> Iterator[str]:
             f"would run; use at most {steps}, or 0 for no evaluation"
         )
 
+    if dataset.eval_name and not training.eval_frequency:
+        yield f"dataset.eval_name={dataset.eval_name!r} needs evaluations, but training.eval_frequency=0; set it, or remove the name"
+    if config.logging.sample_prompt and (not training.eval_frequency or layout.dp_engine == "zero3"):
+        yield (
+            f"logging.sample_prompt needs evaluations and weights in memory, but training.eval_frequency="
+            f"{training.eval_frequency} and distributed.dp_engine={layout.dp_engine!r}; change that, or remove the prompt"
+        )
+    if dataset.eval_split and not dataset.eval_name:
+        yield f"dataset.eval_split={dataset.eval_split!r} is a split of dataset.eval_name, which is null; set both"
+
     columns = dataset.columns
     if set(columns) not in ({"text_column"}, {"prompt_column", "completion_column"}, {"messages_column"}):
         given = " and ".join(f"{key}={column!r}" for key, column in columns.items())

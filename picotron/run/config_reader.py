@@ -184,6 +184,7 @@ class Options(NamedTuple):
 
     data: dict[str, Any]  # the config as JSON
     explain: bool  # print what each rank holds and sends, instead of training
+    evaluate: str | None  # print the loss of the model on this data set, instead of training
     hardware: str | None  # with explain: forecast the time of a step on it
     gib: float | None  # with explain: say whether each rank fits
     json: bool  # with explain: print JSON
@@ -196,6 +197,8 @@ def load_config(arguments: list[str]) -> Config:
     options = parse_command_line(arguments)
     if options.explain:
         raise UserError("--explain describes a run of train.py; remove it")
+    if options.evaluate:
+        raise UserError("--evaluate is an option of train.py; remove it")
     return parse_config(options.data)
 
 
@@ -228,6 +231,8 @@ def parse_command_line(arguments: list[str]) -> Options:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
     parser.add_argument("--explain", action="store_true", help=text)
+    text = "print the loss and the bits per byte of the model on a data set, any that dataset.name may be, and exit"
+    parser.add_argument("--evaluate", metavar="NAME", help=text)
     text = "with --explain: also forecast the time of a step on H100, H200, A100, L40S, RTX4090, this or a JSON file"
     parser.add_argument("--hardware", metavar="NAME", help=text)
     text = "with --explain: say whether a rank fits into this memory; by default into that of --hardware"
@@ -244,4 +249,4 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_config(Path(known.config))
     apply_overrides(data, overrides)
-    return Options(data, known.explain, known.hardware, known.gib, known.json)
+    return Options(data, known.explain, known.evaluate, known.hardware, known.gib, known.json)

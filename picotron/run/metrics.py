@@ -171,7 +171,8 @@ class Metrics:
         self.flops_per_step = cost.flops * self.tokens_per_step
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
         self.vocab_size = model_config.vocab_size
-        self.first_loss, self.last_loss = (records[i]["loss"] if records else math.nan for i in (0, -1))
+        losses = [record["loss"] for record in records if "loss" in record] or [math.nan]
+        self.first_loss, self.last_loss = losses[0], losses[-1]
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, wandb_run_id
         if self.writes and config.logging.use_wandb:
@@ -233,10 +234,11 @@ class Metrics:
         return record, int(any_stop)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, wandb and the console."""
-        if math.isnan(self.first_loss):
-            self.first_loss = record["loss"]
-        self.last_loss = record["loss"]
+        """Write a record to metrics.jsonl, wandb and the console. That of step 0 has an evaluation only."""
+        trained = "loss" in record
+        if trained:
+            self.last_loss = record["loss"]
+            self.first_loss = self.last_loss if math.isnan(self.first_loss) else self.first_loss
         if not self.writes:
             return
         # The file is closed after every step, so that a killed run keeps all its lines.
@@ -245,7 +247,7 @@ class Metrics:
         if self.wandb:
             self.wandb.log(record, step=record["step"])
         evaluated = "eval_loss" in record
-        if evaluated or Progress(record["step"], record["tokens"]).is_printed(self.config):
+        if trained and (evaluated or Progress(record["step"], record["tokens"]).is_printed(self.config)):
             mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
             print_line(
                 f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "

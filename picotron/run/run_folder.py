@@ -134,7 +134,11 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = parse_json(line, f"line {number} of {path.name}")
-            if not isinstance(record, dict) or type(record.get("step")) is not int or record.get("loss") is None:
+            if (
+                not isinstance(record, dict)
+                or type(record.get("step")) is not int
+                or record.get("loss", record.get("eval_loss")) is None
+            ):
                 raise UserError(f"line {number} of {path.name} is not the record of a step")
             values = (value for value in record.values() if value is not None)
             if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron.data.rows import Samples
-from picotron.data.samples import Packed, SampleRows, pack, pack_samples
+from picotron.data.samples import SampleRows, pack, pack_samples
 
 SIZES = st.lists(st.integers(1, 12), max_size=60)
 
@@ -39,7 +39,7 @@ def samples_in(rows: SampleRows) -> list[tuple[list[int], list[int]]]:
         assert row.documents is not None
         assert row.counted is not None
         assert row.documents.sum() == len(row.input_ids) == len(row.target_ids) == len(row.counted) == rows.seq_length
-        assert rows.counts[i] == row.counted.sum() > 0
+        assert rows.counts[i] == row.counted.sum()
         start = 0
         for length in row.documents:
             inputs, targets, counted = (x[start : start + length].tolist() for x in row[:3])
@@ -82,18 +82,16 @@ def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], capacity: int) 
     seed=st.integers(0, 100),
     count=st.integers(0, 40),
     length=st.integers(4, 20),
-    held_out=st.integers(0, 3),
     drops_long=st.booleans(),
+    multiple=st.integers(1, 5),
 )
-def test_rows_hold_every_sample_once(seed: int, count: int, length: int, held_out: int, drops_long: bool) -> None:
+def test_rows_hold_every_sample_once(seed: int, count: int, length: int, drops_long: bool, multiple: int) -> None:
     parts = random_samples(count, longest=15, seed=seed)
-    packed = pack_samples(samples_of(parts), length, held_out, drops_long)
-    training, evaluation = samples_in(packed.training), samples_in(packed.evaluation)
+    packed = pack_samples(samples_of(parts), length, drops_long, multiple=multiple)
     used = expected(parts, length, drops_long)
-    split = len(used) - len(evaluation)
-    assert sorted(training) == used[:split]
-    assert sorted(evaluation) == used[split:]  # the last ones
-    assert len(packed.evaluation) == held_out or split == 0
+    assert sorted(samples_in(packed.rows)) == used
+    assert len(packed.rows) % multiple == 0
+    assert (packed.rows.counts == 0).sum() < multiple
     assert packed.dropped == count - len(used)
     beginnings = [tokens[0] for tokens, _ in used]
     assert packed.cut == sum(len(tokens) > length + 1 and tokens[0] in beginnings for tokens, _ in parts)
@@ -101,8 +99,8 @@ def test_rows_hold_every_sample_once(seed: int, count: int, length: int, held_ou
 
 def test_samples_keep_their_order_within_a_row_and_the_rows_the_order_of_the_data() -> None:
     """Without shuffling, training reads the data roughly from the beginning to the end."""
-    packed: Packed = pack_samples(samples_of(random_samples(200, longest=15)), 40)
-    first = [sample[0][0] for sample in samples_in(packed.training)]
-    row_starts = [row.input_ids[0] for row in map(packed.training.__getitem__, range(len(packed.training)))]
+    rows = pack_samples(samples_of(random_samples(200, longest=15)), 40).rows
+    first = [sample[0][0] for sample in samples_in(rows)]
+    row_starts = [row.input_ids[0] for row in map(rows.__getitem__, range(len(rows)))]
     assert row_starts == sorted(row_starts)
-    assert sum(a > b for a, b in itertools.pairwise(first)) < len(packed.training)
+    assert sum(a > b for a, b in itertools.pairwise(first)) < len(rows)

@@ -16,7 +16,7 @@ from picotron.data.loader import (
     epoch_order,
     split_train_eval,
 )
-from picotron.data.rows import Samples, Text, TextRows
+from picotron.data.rows import Samples, Text, TextRows, WholeText
 from picotron.process_group_manager import setup_process_group_manager
 
 CPU = torch.device("cpu")
@@ -63,22 +63,38 @@ def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:
 
 def test_too_little_data_is_rejected() -> None:
     text = Text(np.arange(1001, dtype=np.uint16))
-    with pytest.raises(UserError, match=r"1,001 tokens, enough for 100 .* one global batch needs 101"):
+    with pytest.raises(UserError, match=r"1,001 tokens in python-stdlib: enough for 100 .* one global batch needs 101"):
         split_train_eval(text, sample_config(training__micro_batch_size=101))
 
 
+KEYS: dict[str, Any] = {"training__micro_batch_size": 4, "training__eval_frequency": 1, "training__eval_steps": 4}
 SAMPLES = Samples(np.arange(4000, dtype=np.uint16), np.ones(4000, np.uint8), np.full(500, 8))
 
 
 @pytest.mark.parametrize("data", [Text(np.arange(1007, dtype=np.uint16)), SAMPLES], ids=["text", "samples"])
-def test_evaluation_reads_rows_that_are_not_trained_on(data: Text | Samples) -> None:
-    config = sample_config(training__micro_batch_size=4, training__eval_frequency=1, training__eval_steps=4)
-    training, evaluation = split_train_eval(data, config)
+def test_evaluation_reads_rows_of_all_data_that_are_not_trained_on(data: Text | Samples) -> None:
+    training, evaluation = split_train_eval(data, sample_config(**KEYS))
     assert len(evaluation) == 16
     targets = [
         {int(token) for i in range(len(rows)) for token in rows[i].target_ids} for rows in (training, evaluation)
     ]
     assert targets[0] & targets[1] <= {0}  # padding
+    whole, _ = split_train_eval(data, sample_config(training__micro_batch_size=4))
+    assert {int(token) for i in range(len(whole)) for token in whole[i].target_ids} == targets[0] | targets[1]
+    starts = np.array([evaluation[i].input_ids[0] for i in range(16)]) / len(data.tokens)
+    assert ((starts > 0.5).sum(), (starts > 0.25).sum()) in [(n, m) for n in range(4, 13) for m in range(8, 16)]
+    other = split_train_eval(data, sample_config(**KEYS | {"training__seed": 1}))[1]
+    assert [other[i].input_ids[0] for i in range(16)] != [evaluation[i].input_ids[0] for i in range(16)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 11, 40, 41, 42, 81, 999])
+def test_the_rows_of_a_whole_text_have_every_target_once(size: int) -> None:
+    tokens = np.arange(1, size + 1, dtype=np.uint16)
+    rows = WholeText(tokens, 10, None, 4)
+    assert len(rows) % 4 == 0
+    found = [row.target_ids[row.counted == 1] for row in map(rows.__getitem__, range(len(rows)))]
+    assert np.concatenate([np.empty(0), *found]).tolist() == tokens[1:].tolist()
+    assert rows.counts.tolist() == [len(each) for each in found]
 
 
 # -------------------------------------------------------------------------------------------------- fingerprints

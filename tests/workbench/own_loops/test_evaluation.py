@@ -1,0 +1,64 @@
+"""The loss of a model on a text, in layouts, against transformers."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from conformance.oracle import tiny_llama
+from tests.support.program import run
+
+TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    vocabulary = AutoTokenizer.from_pretrained(tokenizer)
+    LlamaForCausalLM(tiny_llama(vocab_size=len(vocabulary))).double().save_pretrained(folder)
+    vocabulary.save_pretrained(folder)
+    return folder
+
+
+def expected(folder: Path, length: int) -> tuple[int, float, float]:
+    """Return the number of tokens, the loss and the bits per byte of TEXT, in rows of `length` tokens."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id])
+    total = 0.0
+    with torch.no_grad():
+        for first in range(0, len(ids) - 1, length):
+            row = ids[first : first + length + 1]
+            total += F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="sum").item()
+    size = len(tokenizer.decode(ids[1:-1]).encode())
+    return len(ids) - 1, total / (len(ids) - 1), total / size / math.log(2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "layout", [{}, {"dp_size": 2, "cp_size": 2}, {"pp_size": 2, "tp_size": 2, "dp_engine": "zero3"}]
+)
+def test_the_loss_on_a_text_equals_that_of_transformers(
+    model: Path, home: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"text": TEXT}) + "\n")
+    sizes = dict.fromkeys(("dp_size", "pp_size", "cp_size", "tp_size"), 1) | layout
+    keys = {f"distributed.{key}": value for key, value in sizes.items()} | {"model.num_hidden_layers": "null"}
+    keys |= {"model.name": model, "model.tokenizer": "null", "model.pretrained": "true", "model.dtype": "float64"}
+    keys |= {"training.seq_length": 24, "training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
+    words = [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+    result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"), "--evaluate", str(path))
+    assert result.returncode == 0, result.stderr
+    found = re.search(r"([\d,]+) tokens \| loss ([\d.]+) \| ([\d.]+) bits per byte\n$", result.stdout)
+    assert found
+    targets, loss, bits = expected(model, 24)
+    assert found.groups() == (f"{targets:,}", f"{loss:.4f}", f"{bits:.4f}")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,51 @@
+"""The loss of a model on a text:  python train.py --config FILE --checkpoint.load_path DIR --evaluate TEXT"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from picotron.config import Config
+from picotron.console import UserError, print_line
+from picotron.data.loader import MicroBatchDataLoader, whole_rows
+from picotron.data.token_files import targets_and_bytes
+from picotron.parallelize import build_model
+from picotron.process_group_manager import setup_process_group_manager
+from picotron.run.checkpoint.checkpoint import find_checkpoint
+from picotron.run.launch import init_process_group, set_up_device
+from picotron.run.metrics import evaluation_record
+from workbench.own_loops.trainer import load_data
+from workbench.pipelines.engine import check_run, make_evaluation
+
+
+def evaluate(config: Config, name: str) -> None:
+    """Print the loss of the config's model on all tokens of a data set, in nats per token and in bits per byte. Each
+    row of `seq_length` tokens begins without context. Every rank must call this.
+
+    Args:
+        name: data set of any kind that `dataset.name` may have.
+
+    Raises:
+        UserError: the config names no weights.
+    """
+    model_config, plan = check_run(config)
+    device, layout, dtype = set_up_device(config), config.distributed, getattr(torch, config.model.dtype)
+    init_process_group(config, device, model_config, plan.identity)
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    checkpoint = find_checkpoint(config, model_config)
+    if checkpoint is None:
+        raise UserError("--evaluate needs a model: set checkpoint.load_path, or model.pretrained to true")
+    tokenizer = str(checkpoint.tokenizer) if checkpoint.tokenizer else config.model.tokenizer
+    config = config.for_data(name, tokenizer)
+    data, folder = load_data(config, model_config, checkpoint.tokenizer)
+    rows = whole_rows(data, config, name)
+    batches = len(rows) // config.global_batch_size
+    loader = MicroBatchDataLoader(rows, config, device, shuffle=False, batches=batches)
+    frozen: Any = lambda name: True  # noqa: E731 -- so that no parameter has a gradient
+    model = build_model(config, model_config, plan.wrap, device, dtype, checkpoint.weights(), frozen)
+    targets, size = targets_and_bytes(rows, folder)
+    record = evaluation_record(make_evaluation(config, plan, device)(model, loader), targets, size)
+    if dist.get_rank() == 0:
+        bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
+        print_line(f"{name}: {targets:,} tokens | loss {record['eval_loss']:.4f}{bits}")
+    dist.destroy_process_group()
