@@ -13,11 +13,10 @@ suit a pretrained model (a learning rate of 1e-6, in float32):
     torchrun --nproc_per_node 2 -m examples.grpo --model.name DIR --dataset.name prompts.jsonl \\
         --reward my_rewards.py:brevity
 
-A line of the file has a "prompt", a text or a list of messages, and anything else that the reward needs. The reward is
-a function of these keys and of the completion, such as `def brevity(prompt, completion): return -len(completion)`. A
-prompt and its completion together have up to seq_length + 1 tokens: seq_length inputs, and the last target.
-
-All completions are in completions.jsonl, next to metrics.jsonl.
+A line of the file has a "prompt" (or "messages"), a text or a list of messages, and all else that the reward needs. The
+reward is a function of these keys and of the completion, such as `def brevity(prompt, completion): return
+-len(completion)`. A prompt and its completion together have up to seq_length + 1 tokens: seq_length inputs, and the
+last target. All completions are in completions.jsonl, next to metrics.jsonl.
 """
 
 import argparse
@@ -134,12 +133,11 @@ def clipped_ratio(head: Any, x: Tensor, batch: Batch, beta: float = 0.0) -> tupl
     ratio = (new - batch["log_probs"]).exp()  # new over old probability
     advantages = batch["advantages"][:, None]
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    statistics = {"change": (ratio - 1).abs()}
+    drawn, statistics = batch["drawn"], {"change": (ratio - 1).abs()}
     if "reference" in batch:
-        log_ratio = batch["reference"] - new
+        log_ratio = (batch["reference"] - new) * drawn  # elsewhere, its exponential could be infinite
         statistics["kl"] = log_ratio.exp() - 1 - log_ratio
         loss = loss + beta * statistics["kl"]
-    drawn = batch["drawn"]
     return (loss * drawn).sum(), drawn.sum(), {name: (each * drawn).sum() for name, each in statistics.items()}
 
 
