@@ -1,8 +1,11 @@
-"""Train a small model to predict as a large one:  torchrun --nproc_per_node 2 -m examples.distillation --teacher DIR
+"""Train a small model to predict as a large one:
+
+    torchrun --nproc_per_node 2 -m examples.distillation --teacher DIR --model.name SMALL_DIR --dataset.name texts.jsonl
 
 The loss is the mean over tokens of the Kullback-Leibler divergence between the teacher's and the student's predictions,
-both at a temperature, times its square (Hinton et al. 2015, arXiv:1503.02531). Data and model are those of the config,
-examples/distillation.json, whose keys can be given as for train.py. Both models have the same tokenizer and layout.
+both at a temperature, times its square (Hinton et al. 2015, arXiv:1503.02531). Both models have the same tokenizer and
+layout. Options are those of train.py. The defaults, examples/distillation.json, are for a pretrained model: a learning
+rate of 2e-5, in float32. With --model.pretrained false, only the config.json in SMALL_DIR counts.
 """
 
 import functools
@@ -70,7 +73,7 @@ def read_config(arguments: list[str]) -> tuple[Config, str, float]:
     parser.add_argument("--teacher", required=True, help="folder or hub id of the teacher")
     parser.add_argument("--temperature", type=number(float, 1e-3), default=2.0, help="divisor of the logits [2.0]")
     options, others = parser.parse_known_args(arguments)
-    config = load_config(["--config", "examples/distillation.json", *others])
+    config = load_config(["--config", str(Path(__file__).with_suffix(".json")), *others])
     return config, options.teacher, options.temperature
 
 

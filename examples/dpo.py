@@ -4,7 +4,9 @@ Each line of the file has a "prompt" and two answers, "chosen" and "rejected": t
 for the tokenizer's chat template. Direct Preference Optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) makes
 the chosen answer likelier than the rejected one, compared with a reference: the model in DIR, where training begins.
 
-Options are those of train.py, and --beta; the config is examples/dpo.json. `--checkpoint.load_path latest` resumes.
+Options are those of train.py, and --beta. The defaults, examples/dpo.json, are for a pretrained model: a learning rate
+of 1e-6, in float32. A much higher one destroys the model, while the accuracy rises to 1: `rewards/chosen` and
+`rewards/rejected` then both fall. `--checkpoint.load_path latest` resumes.
 """
 
 import functools
@@ -12,6 +14,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from picotron.console import UserError, number
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from workbench.generation.prompts import prompt_in
 from workbench.own_loops.batches import Batch, sum_over_sequence
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import (
@@ -46,7 +50,7 @@ from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 logger = logging.getLogger("picotron")
 
 Row = tuple[list[int], list[int]]  # inputs and targets
-FIELDS = ("prompt", "chosen", "rejected")
+ANSWERS = ("chosen", "rejected")
 TYPES = [(str, str, str), (list, list, list), (type(None), str, str), (type(None), list, list), (str, list, list)]
 
 
@@ -72,9 +76,10 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:
         chosen, rejected = map(row, samples_of(record))
-        equal = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen[0], rejected[0], strict=False))
-        shared = [IGNORE_INDEX for _ in equal][1:]  # targets whose terms would cancel, such as turns of the prompt
-        chosen[1][: len(shared)] = rejected[1][: len(shared)] = shared
+        if isinstance(record["chosen"], str) and not prompt_in(record):  # then the answers begin with the prompt
+            equal = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen[0], rejected[0], strict=False))
+            shared = [IGNORE_INDEX for _ in equal][1:]
+            chosen[1][: len(shared)] = rejected[1][: len(shared)] = shared
         yield chosen, rejected
 
     documents = load_documents(config.dataset, config.training.num_samples, config.training.seed, columns={})
@@ -93,7 +98,7 @@ def samples_of(record: Any) -> list[dict[str, Any]]:
     """Return the samples of a pair, with the chosen and with the rejected answer. As in TRL, the prompt of messages may
     be a text, and answers may begin with the prompt, which may then be missing.
     """
-    fields: list[Any] = [record.get(name) if isinstance(record, dict) else None for name in FIELDS]
+    fields: list[Any] = [prompt_in(record), *map(record.get, ANSWERS)] if isinstance(record, dict) else [None] * 3
     prompt: Any
     answers: list[Any]
     prompt, *answers = (messages_of(each) if isinstance(each, list) else each for each in fields)
@@ -129,12 +134,13 @@ def log_probs_of_answers(head: Any, x: Tensor, batch: Batch) -> Tensor:
 
 def preference_loss(head: Any, x: Tensor, batch: Batch, beta: float) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Compute equation 7 of the paper: the sum over pairs of -log sigmoid(margin), the number of pairs, and statistics.
-    The margin is the difference of two rewards, beta log(pi(answer) / pi_ref(answer)).
+    The margin is the difference of two rewards, beta log(pi(answer) / pi_ref(answer)), which have TRL's names.
     """
     rewards = beta * (log_probs_of_answers(head, x, batch) - batch["reference"])
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     margin = chosen - rejected
-    return -F.logsigmoid(margin).sum(), len(margin), {"margin": margin.sum(), "accuracy": (margin > 0).sum()}
+    statistics = {"margin": margin, "accuracy": margin > 0, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    return -F.logsigmoid(margin).sum(), len(margin), {name: each.sum() for name, each in statistics.items()}
 
 
 def learn(trainer: Trainer, pairs: list[tuple[Row, Row]], beta: float) -> None:
@@ -155,7 +161,7 @@ def read_config(arguments: list[str]) -> tuple[Config, float]:
     text = "strength of the tie to the reference model [0.1]"
     parser.add_argument("--beta", type=number(float, 1e-6), default=0.1, help=text)
     options, others = parser.parse_known_args(arguments)
-    config = load_config(["--config", "examples/dpo.json", *others])
+    config = load_config(["--config", str(Path(__file__).with_suffix(".json")), *others])
     check_used(config, RECORD_KEYS)
     if not config.model.pretrained:
         raise UserError("model.pretrained=false, but DPO starts from a trained model; set it to true")

@@ -35,7 +35,7 @@ def train(config: Config, teacher: str) -> tuple[list[dict[str, float]], dict[st
 def config_of(folder: Path, layout: dict[str, int]) -> Config:
     keys = {"checkpoint__save_dir": folder / "run", "training__seq_length": LENGTH, "training__total_train_steps": 2}
     keys |= {"training__warmup_steps": 0, "training__weight_decay": 0, "training__lr_scheduler": "constant"}
-    keys |= {"model__pretrained": "true", "model__num_hidden_layers": "null", "model__name": folder / "student"}
+    keys |= {"model__name": folder / "student", "dataset__name": "python-stdlib"}
     config, _, _ = read_config(["--teacher", "none", *words(layout, ROWS, **keys)])
     return config
 

@@ -1,4 +1,4 @@
-"""examples/dpo.py: loss and weights are those of the paper's formula with transformers' model, in every layout."""
+"""examples/dpo.py: records and weights are those of the paper's formula with transformers' model, in every layout."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, save_dir: Path, layout: dict[str, int], steps: int = 3, **keys: Any) -> Config:
     keys = {"dataset__name": folder / "pairs.jsonl", "training__seq_length": LENGTH, **keys}
-    keys |= {"training__warmup_steps": 0, "training__lr_scheduler": "constant", "model__name": folder / "model"}
+    keys |= {
+        "training__learning_rate": 5e-4,
+        "training__warmup_steps": 0,
+        "training__lr_scheduler": "constant",
+        "model__name": folder / "model",
+    }
     keys |= {"checkpoint__save_dir": save_dir, "training__total_train_steps": steps}
     config, beta = read_config([*words(layout, 2 * len(PAIRS), **keys), "--beta", str(BETA)])
     assert beta == BETA
@@ -65,8 +70,8 @@ def log_prob(model: LlamaForCausalLM, tokenizer: Any, prompt: str, answer: str) 
     return log_probs[range(first - 1, len(ids) - 1), ids[first:]].sum()
 
 
-def expected(config: Config) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with transformers' model, torch's AdamW and equation 7 of the paper. Returns losses and weights."""
+def expected(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train with transformers' model, torch's AdamW and equation 7 of the paper. Returns records and weights."""
     model, reference = (
         with_exact_norms(LlamaForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)) for _ in range(2)
     )
@@ -74,34 +79,39 @@ def expected(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(
         model.parameters(), training.learning_rate, (training.adam_beta1, training.adam_beta2), training.adam_eps, 0.0
     )
-    losses = []
+    records = []
     for _ in range(training.total_train_steps):
-        terms = []
+        rewards = []
         for pair in PAIRS:
             gains = [
                 log_prob(model, tokenizer, pair["prompt"], pair[answer])
                 - log_prob(reference, tokenizer, pair["prompt"], pair[answer]).detach()
                 for answer in ("chosen", "rejected")
             ]
-            terms.append(-F.logsigmoid(BETA * gains[0] - BETA * gains[1]))
-        loss = torch.stack(terms).mean()
+            rewards.append(BETA * torch.stack(gains))
+        chosen, rejected = torch.stack(rewards).T
+        loss = -F.logsigmoid(chosen - rejected).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        margin = chosen - rejected
+        numbers = {"loss": loss, "margin": margin, "accuracy": (margin > 0).double()}
+        numbers |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
+        records.append({name: number.mean().item() for name, number in numbers.items()})
+    return records, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_losses_and_weights_are_those_of_the_paper_with_transformers(
+def test_records_and_weights_are_those_of_the_paper_with_transformers(
     pool: WorkerPool, folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(folder, tmp_path / "run", {"pp_size": 2, "cp_size": 2}, checkpoint__save_frequency=3)
     records, weights = pool.run(train, config.distributed.world_size, config)[0]
-    losses, expected_weights = expected(config)
-    assert_close([record["loss"] for record in records], losses)
-    assert losses[-1] < losses[0]
+    expected_records, expected_weights = expected(config)
+    for name in expected_records[0]:
+        assert_close([record[name] for record in records], [record[name] for record in expected_records], what=name)
     assert records[0]["margin"] == 0
+    assert records[2]["loss"] < records[0]["loss"]
     assert records[2]["accuracy"] > 0.5
     for name, weight in expected_weights.items():
         assert_close(weights[name], weight, what=name)
@@ -140,6 +150,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "messages": [
         {"prompt": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
         {"prompt": [U("What?")], "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
+        {"messages": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
         {"chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
     ],
     "texts": [
@@ -156,11 +167,11 @@ def test_all_shapes_of_trl_are_the_same_pair(folder: Path, tmp_path: Path, shape
     path = write_jsonl(tmp_path / "pairs.jsonl", SHAPES[shape])
     pairs = read_pairs(config_of(folder, tmp_path, {}, training__seq_length=90, dataset__name=path), tokenizer)
     assert len(pairs) == len(SHAPES[shape])
-    end = "<|endoftext|>" if shape == "texts" else "<|im_end|>\n"
+    before, end = ("", "<|endoftext|>") if shape == "texts" else ("is", "<|im_end|>\n")
     for rows in pairs:
         assert shape == "texts" or rows == pairs[0]  # a text without a prompt begins with the end-of-sequence token
         for (ids, targets), answer in zip(rows, (" 2", " it"), strict=True):
-            assert tokenizer.decode([token for token in targets if token >= 0]) == answer + end
+            assert tokenizer.decode([token for token in targets if token >= 0]) == before + answer + end
             assert tokenizer.decode(ids).count("What?") == 1
 
 

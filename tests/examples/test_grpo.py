@@ -1,8 +1,10 @@
 """examples/grpo.py: the ratio of the first update is 1; the loss, the rewards and the prompts."""
 
+import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from conformance.fuzz.chat_templates import CHATML, TOOLS
-from conformance.oracle import assert_close, our_model
+from conformance.oracle import assert_close, our_model, with_exact_norms
 from conformance.worker_pool import WorkerPool
-from examples.grpo import Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
+from examples.brackets.rewards import correct
+from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from picotron.run.model_config import load_model_config
-from tests.support.examples import make_trainer, results, save_model
+from tests.support.examples import make_trainer, results, save_model, save_weights
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion
@@ -40,12 +44,16 @@ def words_of(save_dir: Path, steps: int, **keys: Any) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     """So generation and training compute the same log-probabilities. After an update, they differ."""
     words = words_of(
         tmp_path, 4, training__eval_frequency=3, checkpoint__save_frequency=3
     )  # due during the second round
-    records = pool.run(run, 4, words)[0]
+    records = pool.run(run, 4, ["--toy", *words])[0]
     assert [record["step"] for record in records] == [2, 4]
     assert (tmp_path / "step_00000004").exists()
     for record in records:
@@ -55,9 +63,46 @@ def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     assert "evaluation" not in records[0]
 
 
+def test_divergence_and_completions_are_those_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+    """A run on a named model starts from its weights, which are also the reference."""
+    shutil.copytree(TOY, start := tmp_path / "model")
+    save_weights(start, LlamaConfig.from_pretrained(TOY))
+    keys = {"model__name": start, "model__dtype": "float64", "dataset__name": start / "prompts.jsonl"}
+    keys |= {"training__learning_rate": 1e-2, "training__seq_length": LENGTH, "checkpoint__save_frequency": 1}
+    keys |= {"distributed__dp_size": 1, "distributed__pp_size": 2}
+    words = [*words_of(tmp_path / "run", 2, **keys), "--beta", "0.5", "--updates", "1"]
+    records = pool.run(run, 2, [*words, "--reward", f"{TOY}/rewards.py:correct"])[0]
+    models = (
+        with_exact_norms(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))
+        for folder in (tmp_path / "run/step_00000001", start)
+    )
+    model, reference = models
+    tokenizer, lines = AutoTokenizer.from_pretrained(start), lines_of(tmp_path / "run/completions.jsonl")
+    assert [line["step"] for line in lines] == [1] * 32 + [2] * 32
+    assert all(line["reward"] == correct(line["prompt"], line["completion"]) for line in lines)
+    rewards = torch.tensor([line["reward"] for line in lines[32:]], dtype=torch.float64).view(2, 16)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    divergence = loss = count = 0.0
+    for line, advantage in zip(lines[32:], advantages.tolist(), strict=True):
+        first = len(tokenizer(line["prompt"])["input_ids"])
+        text = line["prompt"] + line["completion"] + (tokenizer.eos_token if line["ended"] else "")
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        new, old = (
+            each(ids).logits.log_softmax(-1)[0, range(first - 1, ids.shape[1] - 1), ids[0, first:]]
+            for each in (model, reference)
+        )
+        divergence += ((old - new).exp() - 1 - (old - new)).sum().item()
+        loss -= advantage * len(new)  # the ratio is 1
+        count += len(new)
+    assert records[0]["kl 0"] < 1e-12
+    assert records[1]["kl 0"] > 1e-3
+    assert_close(records[1]["kl 0"], divergence / count, 1e-7)
+    assert_close(records[1]["loss"], (loss + 0.5 * divergence) / count, 1e-7)
+
+
 def test_loss_is_that_of_each_sample_alone() -> None:
     """Padding and the prompt do not count, and ratios beyond the clip have no gradient."""
-    config, _ = read_config([])
+    config, _ = read_config(["--toy"])
     model, generator = our_model(load_model_config(config.model)), torch.Generator().manual_seed(0)
     prompts, tokens = [[1], [2, 3, 1]], [[4, 0], [4, 6, 5, 0]]
     old = [torch.randn(len(each), generator=generator).sub(1.9).tolist() for each in tokens]
@@ -89,8 +134,7 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     lines = [{"prompt": prompt, "answer": "It is 4."}, {"prompt": "f(x)", "answer": " x"}]
     path = write_jsonl(tmp_path / "p.jsonl", [*lines, lines[0] | {"tools": tools}])
     keys = {"dataset__name": path, "model__name": tmp_path / "model", "training__seq_length": 90}
-    keys |= {"distributed__dp_size": 1, "distributed__pp_size": 1, "training__eval_frequency": 0}
-    keys |= {"training__gradient_accumulation_steps": 8}
+    keys |= {"distributed__dp_size": 1}
     config, options = read_config([*words_of(tmp_path, 2, **keys), "--reward", str(tmp_path / "rewards.py:score")])
     task = read_task(config, options)
     assert tokenizer == str(tmp_path / "model")
@@ -105,10 +149,11 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--beta 0.1", "--beta 0.1 needs a trained model"),
         ("--training.num_samples 1", "has 1 prompts, but evaluations hold out 16"),
         ("--training.micro_batch_size 9", "multiple of --samples 16"),
         ("--reward {rewards}:f", "unexpected keyword argument 'prompt'"),
-        ("--dataset.name {path}", 'line 1: should be an object with a text "prompt"'),
+        ("--dataset.name {path}", 'line 1: should be an object with a "prompt" or "messages"'),
     ],
 )
 def test_mistakes_are_named(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +161,7 @@ def test_mistakes_are_named(words: str, message: str, tmp_path: Path, monkeypatc
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"text": "([<"}])
     (rewards := tmp_path / "rewards.py").write_text("def f(completion): return 1.0")
     with pytest.raises(UserError, match=re.escape(message)):
-        read_task(*read_config(words.format(path=path, rewards=rewards).split()))
+        read_task(*read_config(["--toy", *words.format(path=path, rewards=rewards).split()]))
 
 
 def task_with(reward: Callable[..., Any]) -> Task:

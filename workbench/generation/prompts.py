@@ -12,6 +12,7 @@ from picotron.files import parse_json
 from workbench.prepare.conversations import check_texts, messages_of, tools_of
 from workbench.prepare.text import start_of
 
+PROMPT_KEYS = ("prompt", "messages", "conversations")
 Prompt = dict[str, Any]
 """{"prompt": text}, or {"messages": [{"role": text, "content": text}, ...]}, which may also have "tools": [...]"""
 
@@ -49,22 +50,29 @@ def read_prompts(path: Path) -> dict[str, Prompt]:
     return prompts
 
 
+def prompt_in(record: dict[str, Any]) -> Any:
+    """Return the value of the first key of a record that names a prompt: "prompt", "messages", or "conversations" as in
+    ShareGPT; None without one.
+    """
+    return next((record[name] for name in PROMPT_KEYS if record.get(name) is not None), None)
+
+
 def prompt_of(record: Any) -> Prompt:
-    """Return the keys of a record that are a prompt, without its other keys: a text, or messages, which may be named
-    "prompt", "messages", or "conversations" as in ShareGPT.
+    """Return the prompt of a record, a text or messages, without the record's other keys, see `prompt_in`.
 
     Raises:
-        UserError: the record has no prompt, or several.
+        UserError: the record has no prompt.
     """
-    names = [name for name in ("prompt", "messages", "conversations") if isinstance(record, dict) and name in record]
-    value = record[names[0]] if len(names) == 1 else None
-    if names == ["prompt"] and isinstance(value, str):
+    value = prompt_in(record) if isinstance(record, dict) else None
+    is_text = isinstance(value, str) and record.get("prompt") is not None  # not JSON, also if it begins with a bracket
+    messages = None if is_text else messages_of(value)
+    if not messages and isinstance(value, str):
         check_texts(value)
         return {"prompt": value}
-    if not (messages := messages_of(value)):
+    if not messages:
         raise UserError(
-            'should be an object with a text "prompt", or with a list of "messages", each with two texts: {"messages": '
-            '[{"role": "user", "content": "..."}]}'
+            'should be an object with a "prompt" or "messages", a text or a list of messages, each with two texts: '
+            '{"messages": [{"role": "user", "content": "..."}]}'
         )
     tools = tools_of(record)
     return {"messages": messages} | ({} if tools is None else {"tools": tools})

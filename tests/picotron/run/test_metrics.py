@@ -93,6 +93,20 @@ def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
     assert (tmp_path / "earlier.2/schedule.csv").read_text() == second
 
 
+def test_completions_of_steps_that_are_taken_again_are_archived(tmp_path: Path) -> None:
+    config, file = make_config(checkpoint__save_dir=str(tmp_path)), tmp_path / "completions.jsonl"
+    lines = [json.dumps({"step": step, "completion": text}) + "\n" for step in (2, 4) for text in "ab"]
+    file.write_text("".join(lines) + '{"step": 6, "comp')  # as a killed run leaves it
+    begin_run(config, 2)
+    assert file.read_text() == "".join(lines[:2])
+    assert (tmp_path / "earlier.1/completions.jsonl").read_text().startswith("".join(lines))
+    begin_run(config, 2)
+    assert file.read_text() == "".join(lines[:2])
+    begin_run(config, None)
+    assert not file.exists()
+    assert (tmp_path / "earlier.2/completions.jsonl").read_text() == "".join(lines[:2])
+
+
 def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(log_steps, 2, str(tmp_path / "deep" / "run"), [math.pi, math.e])
     lines = [json.loads(line) for line in (tmp_path / "deep/run/metrics.jsonl").read_text().splitlines()]

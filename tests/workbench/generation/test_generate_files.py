@@ -14,7 +14,8 @@ import generate as program
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from tests.support.program import TORCHRUN
-from workbench.generation.prompts import read_prompts
+from tests.support.samples import write_jsonl
+from workbench.generation.prompts import prompt_of, read_prompts
 from workbench.prepare.tokens import train_bpe
 
 TEXTS = ["def f", "x", "class A", "", "return x + 1", "d", "pass"]
@@ -107,8 +108,8 @@ def test_several_processes_write_the_same_file(folder: Path, tmp_path: Path, mon
     ("name", "content", "message"),
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2, is not valid JSON"),
-        ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', 'line 3, should be an object with a text "prompt"'),
-        ("p.jsonl", b'{"messages": []}\n', 'line 1, should be an object .* or with a list of "messages"'),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', 'line 3, should be an object with a "prompt" or "messages"'),
+        ("p.jsonl", b'{"messages": []}\n', "line 1, should be an object with"),
         ("p.txt", b"a\nb\xff\n", "p.txt, line 2, is not valid UTF-8"),
         ("p.txt", b"", "p.txt has no prompts"),
     ],
@@ -117,6 +118,18 @@ def test_broken_lines_are_named(tmp_path: Path, name: str, content: bytes, messa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name)
+
+
+def test_a_prompt_that_begins_with_a_bracket_is_a_text() -> None:
+    assert prompt_of({"prompt": "[<"}) == {"prompt": "[<"}
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_prompts_and_messages_are_texts_or_lists(tmp_path: Path, key: str) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    records = [{key: "a", "other": 1}, {key: messages, "tools": []}]
+    path = write_jsonl(tmp_path / "p.jsonl", records)
+    assert [*read_prompts(Path(path)).values()] == [{"prompt": "a"}, {"messages": messages, "tools": []}]
 
 
 @pytest.mark.parametrize(
