@@ -1,6 +1,6 @@
 """Train a small model to predict as a large one:
 
-    torchrun --nproc_per_node 2 -m examples.distillation --teacher DIR --model.name SMALL_DIR --dataset.name texts.jsonl
+    python -m examples.distillation --teacher DIR --model.name SMALL_DIR --dataset.name texts.jsonl
 
 The loss is the mean over tokens of the Kullback-Leibler divergence between the teacher's and the student's predictions,
 both at a temperature, times its square (Hinton et al. 2015, arXiv:1503.02531). Both models have the same tokenizer and
@@ -26,6 +26,7 @@ from picotron.run.checkpoint.safetensors_folder import find_folder
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.run.model_config import load_model_config
+from picotron.run.ranks import run_ranks
 from picotron.tensor_parallel.tp_communications import reduce_from_ranks
 from workbench.generation.prompts import Encoder
 from workbench.own_loops.batches import Batch
@@ -95,6 +96,11 @@ def check_tokenizers(config: Config, teacher: str) -> None:
 def main() -> None:
     set_up_logging()
     config, teacher, temperature = read_config(sys.argv[1:])
+    run_ranks(config.distributed.world_size, functools.partial(train, config, teacher, temperature))
+
+
+def train(config: Config, teacher: str, temperature: float) -> None:
+    """Train on this rank."""
     check_tokenizers(config, teacher)
     with set_up(config) as trainer:
         learn(trainer, teacher, temperature)

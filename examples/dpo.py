@@ -1,4 +1,4 @@
-"""Train on preferences:  torchrun --nproc_per_node 2 -m examples.dpo --model.name DIR --dataset.name pairs.jsonl
+"""Train on preferences:  python -m examples.dpo --model.name DIR --dataset.name pairs.jsonl
 
 Each line of the file has a "prompt" and two answers, "chosen" and "rejected": three texts, or three lists of messages
 for the tokenizer's chat template. Direct Preference Optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) makes
@@ -28,6 +28,7 @@ from picotron.console import UserError, number
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
+from picotron.run.ranks import run_ranks
 from workbench.generation.prompts import prompt_in
 from workbench.own_loops.batches import Batch, sum_over_sequence
 from workbench.own_loops.log_probs import log_probs
@@ -175,6 +176,11 @@ def read_config(arguments: list[str]) -> tuple[Config, float]:
 def main() -> None:
     set_up_logging()
     config, beta = read_config(sys.argv[1:])
+    run_ranks(config.distributed.world_size, functools.partial(train, config, beta))
+
+
+def train(config: Config, beta: float) -> None:
+    """Train on this rank."""
     model_config, _ = check_run(config)
     tokenizer = read_tokenizer(config, model_config)
     pairs = read_pairs(config, tokenizer)

@@ -1,4 +1,4 @@
-"""Reinforcement learning in a page:  torchrun --nproc_per_node 4 -m examples.grpo --toy
+"""Reinforcement learning in a page:  python -m examples.grpo --toy
 
 Nobody shows the model an answer. It tries, a program computes the reward, and samples with a higher reward than others
 of the same prompt become likelier: Group Relative Policy Optimization (GRPO, Shao et al. 2024, arXiv:2402.03300), with
@@ -10,7 +10,7 @@ The weights that learn also generate, in any layout. With --toy, the task is exa
 weights, on dp 2 x pp 2. For your own model, prompts and reward, the defaults are those of examples/grpo.json, which
 suit a pretrained model (a learning rate of 1e-6, in float32):
 
-    torchrun --nproc_per_node 2 -m examples.grpo --model.name DIR --dataset.name prompts.jsonl \\
+    python -m examples.grpo --model.name DIR --dataset.name prompts.jsonl \\
         --reward my_rewards.py:brevity
 
 A line of the file has a "prompt" (or "messages"), a text or a list of messages, and all else that the reward needs. The
@@ -41,6 +41,7 @@ from picotron.console import UserError, number, print_line
 from picotron.run.config_reader import config_parser, load_config
 from picotron.run.launch import exit_on_error, set_up_logging
 from picotron.run.model_config import end_tokens
+from picotron.run.ranks import run_ranks
 from picotron.run.run_folder import COMPLETIONS, user_error_on_failure
 from workbench.generation.prompts import Encoder, prompt_of
 from workbench.generation.rotation import Completion, generate
@@ -291,6 +292,11 @@ def data_of(config: Config, task: Task) -> Data:
 def main() -> None:
     set_up_logging()
     config, options = read_config(sys.argv[1:])
+    run_ranks(config.distributed.world_size, functools.partial(train, config, options))
+
+
+def train(config: Config, options: argparse.Namespace) -> None:
+    """Train on this rank."""
     task = read_task(config, options)
     with set_up(config, data_of(config, task)) as trainer:
         learn(trainer, task)

@@ -190,6 +190,30 @@ def make_optimizer(model: nn.Module, config: Config) -> AdamW:
 
 
 @torch.no_grad()
+def squared_norms(model: nn.Module) -> dict[str, Tensor]:
+    """Complete the gradients, and return this rank's share of each one's squared norm, by the parameter's name, as
+    scalars in float64 on the device.
+
+    The shares of the tp and pp ranks sum up to the squared norm; with ZeRO, those of the data-parallel ranks, too. A
+    gradient that several ranks hold counts once: a copy of a tied weight has no share, and replicas have equal ones.
+    """
+    complete_gradients(model)
+    found = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not placement(parameter).is_replica
+    }
+    if not found:  # all weights of this rank are frozen, or it has none
+        return {}
+    tp, shards = pgm.process_group_manager.tp_world_size, [placement(parameter).shard for parameter in found.values()]
+    norms = torch._foreach_norm([main_grad(parameter) for parameter in found.values()])
+    # Python numbers: no wait for the GPU
+    torch._foreach_div_(norms, [math.sqrt(tp if shard is None else shard.replicas) for shard in shards])
+    squares = torch.stack(norms).double().square()  # float64, because stages can have different dtypes
+    return dict(zip(found, squares, strict=True))
+
+
+@torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all `main_grad`s by min(1, max_norm / (norm + 1e-6)), as torch does, and return the norm before scaling, a
     scalar on the device.
@@ -200,22 +224,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     Args:
         max_norm: None computes the norm and never scales.
     """
-    complete_gradients(model)
-    grid = pgm.process_group_manager
-    gradients, replicas = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad and not placement(parameter).is_replica:
-            shard = placement(parameter).shard
-            gradients.append(main_grad(parameter))
-            replicas.append(grid.tp_world_size if shard is None else shard.replicas)
-    if gradients:
-        norms = torch._foreach_norm(gradients)
-        # In the sum over tp ranks, the square of a replicated gradient appears once per replica.
-        torch._foreach_div_(norms, [math.sqrt(count) for count in replicas])  # Python numbers: no wait for the GPU
-        square = torch.stack(norms).double().square().sum()  # float64, because stages can have different dtypes
-    else:  # all weights of this rank are frozen, or it has none
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        square = torch.zeros((), dtype=torch.float64, device=device)
+    grid, shares = pgm.process_group_manager, squared_norms(model)
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if shares:
+        square = torch.stack([*shares.values()]).sum()
     all_reduce(square, grid.tp_group)
     if any(placement(parameter).owned for parameter in model.parameters()):
         all_reduce(square, grid.cp_dp_group)

@@ -10,6 +10,8 @@ A program with a loss or with batches of its own (see `batches`) needs no more, 
 import contextlib
 import hashlib
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +29,11 @@ from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
 from picotron.data.rows import Rows, Samples, Text
 from picotron.data.token_files import has_token_files, load_token_files
+from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.placement import placement
 from picotron.model.weights import initial_weights
 from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import make_optimizer, update_weights
+from picotron.optimizer.optimizer import make_optimizer, squared_norms, update_weights
 from picotron.parallelize import build_model, build_stage, unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -164,6 +168,23 @@ def check_used(config: Config, also: str = "") -> None:
         raise UserError(*problems)
 
 
+def gradient_norms(model: DataParallel) -> dict[str, float]:
+    """Compute the norm of the gradient of each trained parameter of the unsharded model, by its name. Every rank must
+    call this, and gets all norms.
+    """
+    llama, copies = unwrap(model), pgm.process_group_manager.cp_dp_world_size
+
+    def shares() -> dict[str, float]:
+        count = {name: 1 if placement(each).owned else copies for name, each in llama.named_parameters()}
+        return {name: square.item() / count[name] for name, square in squared_norms(llama).items()}
+
+    squares: dict[str, float] = defaultdict(float)
+    for found in run_on_all_ranks(shares):
+        for name, share in found.items():
+            squares[name] += share
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
 class Trainer:
     """This rank's part of a training. The process groups must exist, see `set_up`.
 
@@ -282,13 +303,20 @@ class Trainer:
         ]
 
     def train(
-        self, batches: Sequence[Batch], loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy
+        self,
+        batches: Sequence[Batch],
+        loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
+        on_gradients: Callable[[DataParallel], dict[str, float]] = lambda model: {},
     ) -> dict[str, float]:
         """Take an optimizer step with this rank's micro-batches, see `train_batch`.
 
+        Args:
+            on_gradients: function that every rank calls with the model when its gradients are there and not yet
+                clipped, for example `gradient_norms`. It returns statistics, the same on every rank.
+
         Returns:
             The record of the step, the same on every rank: its number, loss, gradient norm and learning rate, and the
-            statistics that `loss_fn` returns.
+            statistics that `loss_fn` and `on_gradients` return.
 
         Raises:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
@@ -296,15 +324,16 @@ class Trainer:
         """
         losses: list[Tensor] = []
         result = train_batch(self.step, self.model, batches, loss_fn, losses)
-        if taken := {"step", "loss", "grad_norm", "learning_rate"} & result.statistics.keys():
-            raise UserError(f"loss_fn returned a statistic {min(taken)!r}, which every record has already; rename it")
+        statistics = result.statistics | on_gradients(self.model)
+        if taken := {"step", "loss", "grad_norm", "learning_rate"} & statistics.keys():
+            raise UserError(f"there is a statistic {min(taken)!r}, which every record has already; rename it")
         rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
         self.scheduler.step()
         self.progress = self.progress.after_step(self.config)
         record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm, "learning_rate": rate}
         check_finite(record, lambda: float(sum(losses)))
-        return record | result.statistics
+        return record | statistics
 
     def log(self, record: dict[str, float]) -> None:
         """Append a record to metrics.jsonl, and print it if it is due."""

@@ -1,5 +1,6 @@
 """set_up: a loop of one's own resumes, freezes parameters, stops, and numbers its samples."""
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import assert_close, make_config, oracle_training, random_rows, random_tokens, tiny_llama
+from conformance.oracle import (
+    assert_close,
+    make_config,
+    oracle_model,
+    oracle_training,
+    our_model,
+    random_rows,
+    random_tokens,
+    tiny_llama,
+)
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
@@ -20,6 +31,7 @@ from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
     Data,
     fingerprint,
+    gradient_norms,
     set_up,
 )
 
@@ -140,3 +152,39 @@ def data_of_its_own(config: Config) -> None:
 
 def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
+
+
+ROWS = {"input_ids": torch.arange(64).view(4, 16) ** 2 % 61, "target_ids": torch.arange(1, 65).view(4, 16) ** 2 % 61}
+
+
+def norms_of_gradients(config: Config) -> dict[str, float]:
+    trainer = make_trainer(config, Data())
+    return trainer.train(trainer.split(ROWS), on_gradients=gradient_norms)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2, "dp_size": 2},
+        {"tp_size": 4, "sequence_parallel": True},
+        {"dp_size": 2, "cp_size": 2, "dp_engine": "zero1"},
+        {"dp_size": 2, "tp_size": 2, "dp_engine": "zero3"},
+    ],
+)
+def test_the_norms_of_gradients_are_those_of_the_unsharded_model(
+    pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """The embedding is tied, two ranks share each key/value head, and the norms have replicas."""
+    model = tiny_llama(tie_word_embeddings=True, num_attention_heads=8)
+    save_weights(tmp_path / "model", model, seed=7)
+    keys = {f"distributed__{key}": value for key, value in layout.items()}
+    keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1), "model__pretrained": True}
+    config = make_config(model__name=str(tmp_path / "model"), checkpoint__save_dir=str(tmp_path / "run"), **keys)
+    oracle = oracle_model(model, our_model(model, seed=7).state_dict())
+    F.cross_entropy(oracle(ROWS["input_ids"]).logits.flatten(0, 1), ROWS["target_ids"].flatten()).backward()
+    expected = {name: p.grad.norm().item() for name, p in oracle.named_parameters() if p.grad is not None}
+    for record in pool.run(norms_of_gradients, config.distributed.world_size, config):
+        assert record.keys() - {"step", "loss", "grad_norm", "learning_rate"} == expected.keys()
+        for name, norm in expected.items():
+            assert_close(record[name], norm, what=name)
+        assert_close(record["grad_norm"], math.sqrt(sum(norm**2 for norm in expected.values())))
