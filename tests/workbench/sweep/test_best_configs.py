@@ -1,6 +1,7 @@
 """create_config.py --hardware and --best: forecasts in the table and in the jobs, and the fastest layouts that fit."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ def test_best_writes_the_fastest_layouts_with_their_forecasts(
     assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
     expected = [forecasts(folder)[row[0]]["step_time"] for row in rows]
     assert expected == sorted(expected)
-    assert len(expected) == 3
+    layouts = set()
     for data in configs(folder).values():
         layout = data["distributed"]
-        assert layout["dp_size"] * layout["pp_size"] * layout["cp_size"] * layout["tp_size"] == 8
+        sizes = [layout[f"{axis}_size"] for axis in ("dp", "pp", "cp", "tp")]
+        assert math.prod(sizes) == 8
+        layouts.add((*sizes, layout["pp_engine"]))
         assert not layout["use_cpu"]
         assert layout["sequence_parallel"] == (layout["tp_size"] > 1)
         assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
+    assert len(layouts) == len(expected) == 3
     every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
     assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
 
