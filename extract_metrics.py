@@ -245,7 +245,9 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     if 1 < len(groups) <= DIRECT and len(runs) <= 3 * DIRECT:
         label_curves(groups, palette, axes)
     elif groups:
-        figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(runs) // 30)
+        columns = 1 + len(runs) // 30
+        figure.set_figwidth(5.5 + 2.5 * columns)
+        figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
 
 
 def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: Any) -> None:
@@ -287,12 +289,11 @@ def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], figure:
     names = sorted(rates, key=lambda name: rates[name])[-MOST_BARS:]
     figure.set_figheight(1.5 + 0.25 * len(names))
     speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-    bars = speed.barh(range(len(names)), [rates[name] for name in names], color="lightsteelblue")
-    speed.bar_label(bars, fmt="{:,.0f}", label_type="center", fontsize=8)
+    speed.barh(range(len(names)), [rates[name] for name in names], color="lightsteelblue")
+    speed.set_yticks(range(len(names)), [f"{name}  {rates[name]:,.0f}" for name in names], fontsize=8)
     hidden = f", the fastest {len(names)} of {len(rates)}" * (len(names) < len(rates))
     speed.set_xlabel(f"tokens/s per device, median of steps\nbar: mean of the runs (dots){hidden}")
-    memory.set_xlabel("peak memory per device in GB,\non the rank that needs most")
-    speed.set_yticks(range(len(names)), names, fontsize=8)
+    memory.set_xlabel("peak memory in GB,\non the rank that needs most")
     for axes, column in ((speed, f"median_{RATE}"), (memory, "memory_gb")):
         points = [(row[column], i) for i, name in enumerate(names) for row in groups[name] if column in row]
         axes.plot(*zip(*points, strict=True), "o", color="black", markersize=3) if points else None
@@ -309,8 +310,8 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> N
         ("throughput", lambda figure: draw_throughput(runs, rows, figure)),
     ):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
-        figure.suptitle(escape_dollars(folder.resolve().name))
         plot(figure)
+        figure.axes[0].set_title(escape_dollars(folder.resolve().name))
         image = io.BytesIO()
         figure.savefig(image, dpi=150)
         write_atomically(folder / f"{name}.png", image.getvalue())
