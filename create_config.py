@@ -16,11 +16,11 @@ except dp, which becomes N / (pp x cp x tp).
 --hardware NAME adds a forecast of each config's speed to the table and to its folder. Unless --use_cpu says otherwise,
 the configs are for this hardware. On a GPU, the dtype of the template becomes bfloat16, unless --model.dtype is given.
 
---best N, with --world_size, --global_batch_size and --hardware, writes the N fastest layouts that fit into the memory
-of a device (--gib). It tries all sizes of the axes, and of keys that are not given: micro-batches of 1 to 8 sequences,
-activation checkpointing of each kind, dp_engine bucket, zero1 and zero3, numbers of chunks, and each pp_engine but
-afab, looped_bfs and dualpipev, which need more memory than others and no less time. With tp above 1, sequence_parallel
-is on unless it is given.
+--best N, with --world_size and --global_batch_size, writes the N fastest layouts that fit into the memory of a device
+(--gib), each with its fastest settings. Without --hardware, it measures this machine. It tries all sizes of the axes,
+and of keys that are not given: micro-batches of 1 to 8 sequences, activation checkpointing of each kind, dp_engine
+bucket, zero1 and zero3, numbers of chunks, and each pp_engine but afab, looped_bfs and dualpipev, which need more
+memory than others and no less time. With tp above 1, sequence_parallel is on unless it is given.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     text = "forecast speeds on H100, H200, A100, L40S, RTX4090, this or a JSON file"
     parser.add_argument("--hardware", metavar="NAME", help=text)
     parser.add_argument("--best", type=number(int, 1), metavar="N", help="write only the N fastest layouts, see above")
-    parser.add_argument("--gib", type=number(float, 0), help="memory of a device for --best [that of the hardware]")
+    parser.add_argument("--gib", type=number(float, 0), help="memory of a device [that of the hardware]")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace existing configs that differ, and archive them in earlier.N/"
     )
@@ -210,7 +210,7 @@ def find_best(
             f"{least.gib:.1f} GiB: {text}; {what_fits(least.config, model_config, gib)}"
         )
     print_line(
-        f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest that fit into "
+        f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest layouts that fit into "
         f"{usable(gib)}."
     )
     return best
@@ -239,7 +239,8 @@ def inherited(base: dict[str, Any], combination: Combination) -> dict[str, Any]:
 def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, Any]) -> str:
     """Return what all forecasts assume."""
     dtypes = " and ".join(dict.fromkeys(p.config.model.dtype for p in planned))
-    lines = [f"Forecast in {dtypes} on {hardware.name}:"]
+    shared = "" if hardware.cores is None else f", whose cores compute {hardware.cores} ranks at a time"
+    lines = [f"Forecast in {dtypes} on {hardware.name}{shared}:"]
     if hardware.cores is None:
         overlap = "where another computation hides them, except over tp and in ZeRO-3"
         lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (workbench/explain/step_time.py).")
@@ -261,13 +262,13 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     base = read_config(Path(options.config or TEMPLATE))
     folder = Path(options.out_dir, options.exp_name)
     hardware = None
+    if options.best is not None and options.hardware is None:
+        options.hardware = "this"
     if options.hardware is not None:
         on_device = ("distributed.use_cpu", "environment.OMP_NUM_THREADS")
         _, config = make_config(base, {key: choices[key][0] for key in on_device if key in choices})
         hardware = find_hardware(options.hardware, config)
         choices = for_hardware(hardware, choices, options.config is None)
-    elif options.best is not None or options.gib is not None:
-        raise UserError("--best and --gib need --hardware; add it")
     if options.best is None:
         chosen = combinations(choices, options.world_size, base)
     else:

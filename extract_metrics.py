@@ -3,8 +3,8 @@
     python extract_metrics.py --inp_dir sweeps/sizes
 
 writes metrics.csv, with a row for each run and a column for each key of the config in which the runs differ, and the
-plots loss.png, throughput.png and memory.png to that folder. Runs may be in progress, failed or not started; columns
-without a value are then empty.
+plots loss.png and throughput.png, which also has the memory, to that folder. Runs may be in progress, failed or not
+started; columns without a value are then empty. For a single run, loss.png is its loss curve.
 
 Throughput and MFU exclude the first steps of a run (--warmup), which also allocate memory, fill caches and compile.
 """
@@ -28,7 +28,7 @@ from picotron.console import UserError, number, print_line, text_table
 from picotron.files import read_object, write_atomically
 from picotron.run.config_reader import parse_config
 from picotron.run.run_folder import LARGEST, parse_load_path, read_records
-from workbench.sweep.combinations import canonical_json
+from workbench.sweep.combinations import FLAGS, canonical_json, folder_names
 from workbench.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
@@ -46,9 +46,15 @@ OWN_KEYS = """
     distributed.cp_size distributed.tp_size distributed.pp_engine training.micro_batch_size
     training.gradient_accumulation_steps training.seq_length training.total_train_steps
 """
+# How the keys begin that can change the speed of a step.
+SPEED_KEYS = (
+    "distributed.", "schedule.", "model.", "environment.", "training.seq_length", "training.micro_batch_size",
+    "training.gradient_accumulation_steps", "training.activation_checkpointing", "training.optimizer_states", "training.compile",
+)  # fmt: skip
 
-STYLES = ("-", "--", "-.", ":")
+STYLES = [line + marker for marker in ("", "^", "*", "+", ">", "<") for line in ("-", "--", "-.", ":")]
 DIRECT = 8  # the most curves that are labelled at their ends; with more, there is a legend
+MOST_BARS = 60
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,6 @@ class Run:
     @property
     def label(self) -> str:
         return self.name + f" ({self.status})" * (self.status in FAILED)
-
-    @property
-    def layout(self) -> str:
-        if self.config is None:
-            return "?"
-        d = self.config.distributed
-        return f"dp{d.dp_size} pp{d.pp_size} cp{d.cp_size} tp{d.tp_size}"
 
     @property
     def computation(self) -> str:
@@ -132,11 +131,11 @@ def error_in_log(job: Job, status: str) -> str:
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the keys of the config in which runs differ, with their value in each run; None without a valid config."""
-    dumps = [run.config.model_dump(exclude={"environment"}) if run.config else {} for run in runs]
+    dumps = [run.config.model_dump() if run.config else {} for run in runs]
     flat = [
         {f"{section}.{key}": value for section, keys in each.items() for key, value in keys.items()} for each in dumps
     ]
-    known = dict.fromkeys(key for each in flat for key in each if key not in OWN_KEYS.split())
+    known = dict.fromkeys(key for each in flat for key in each)
     values = {key: [each.get(key) for each in flat] for key in known}
     return {key: each for key, each in values.items() if len({str(each[i]) for i, run in enumerate(flat) if run}) > 1}
 
@@ -154,7 +153,7 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
     Args:
         warmup: number of first steps that throughput and MFU exclude.
     """
-    timed = run.records[warmup:]
+    timed = [record for record in run.records if record["step"] > 0][warmup:]
     row: dict[str, Any] = {"name": run.name, "status": run.status} | ({"problem": run.problem} if run.problem else {})
     if run.config is not None:
         layout, training = run.config.distributed, run.config.training
@@ -209,34 +208,31 @@ def escape_dollars(name: str) -> str:
     return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
-def colours(count: int) -> list[Any]:
-    """Return colours that can be told apart."""
-    from matplotlib import colormaps
-
-    if count <= 10:
-        return [colormaps["tab10"](i) for i in range(count)]
-    return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]  # its ends are nearly black
-
-
-def draw_losses(runs: Sequence[Run], axes: Any) -> None:
+def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     """Plot the losses of each run against its steps.
 
     Runs that compute the same in several layouts have coinciding curves: lines of one colour (of several, if there are
     no other runs), each narrower than the one below.
     """
+    from matplotlib.colors import to_rgb
+
+    axes = figure.add_subplot(axisbelow=True)
+    axes.grid(alpha=0.3)
     same = defaultdict(list)
     for run in filter(lambda run: run.records, runs):
         same[run.computation].append(run)
     groups = list(same.values())
-    palette = colours(len(groups) if len(groups) > 1 else len(runs))
+    palette = [f"C{i % 10}" for i in range(len(runs))]
     for j, group in enumerate(groups):
         for i, run in enumerate(group):
             colour, above = palette[j if len(groups) > 1 else i], len(group) - 1 - i
-            tint = [1 - (0.4 if above else 1) * (1 - part) for part in colour[:3]]  # lighter below other lines
-            steps, losses = field_values(run.records, "step"), field_values(run.records, "loss")
+            tint = [1 - (0.4 if above else 1) * (1 - part) for part in to_rgb(colour)]  # lighter below other lines
+            style = STYLES[(i + j // 10 * len(group)) % len(STYLES)]
+            trained = [record for record in run.records if "loss" in record]
+            steps, losses = field_values(trained, "step"), field_values(trained, "loss")
             axes.plot(
-                steps, losses, STYLES[i % len(STYLES)], color=tint, linewidth=1.2 + min(2.5, 5 / len(group)) * above,
-                label=escape_dollars(run.label),
+                steps, losses, style, color=tint, linewidth=1.2 + min(2.5, 5 / len(group)) * above, markevery=0.1,
+                markersize=5, label=escape_dollars(run.label),
             )  # fmt: skip
             if run.status in FAILED:  # a run of one step has no line
                 axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
@@ -249,13 +245,17 @@ def draw_losses(runs: Sequence[Run], axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if 1 < len(groups) <= DIRECT and len(runs) <= 3 * DIRECT:
         label_curves(groups, palette, axes)
+    elif groups:
+        columns = 1 + len(runs) // 30
+        figure.set_figwidth(5.5 + 2.5 * columns)
+        figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
 
 
 def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: Any) -> None:
     """Write the names of the runs of each curve beside its end, from bottom to top, without overlaps."""
     low, high = axes.get_ylim()
     ends = []
-    for group, colour in zip(groups, palette, strict=True):
+    for group, colour in zip(groups, palette, strict=False):
         if losses := [loss for loss in field_values(group[0].records, "loss") if math.isfinite(loss)]:
             styles = [f"{STYLES[i % len(STYLES)]} " if len(group) > 1 else "" for i in range(len(group))]
             names = "\n".join(style + escape_dollars(run.label) for style, run in zip(styles, group, strict=True))
@@ -268,49 +268,52 @@ def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: 
         axes.text(1.01, middle, names, color=colour, fontsize=7, va="center", transform=axes.transAxes)
 
 
-def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """Plot the throughput of each run as a dot, and that of the fastest run of each layout as a bar, best on top."""
-    rates = defaultdict(list)
-    for run, row in zip(runs, rows, strict=True):
-        if f"median_{RATE}" in row:
-            rates[run.layout].append(row[f"median_{RATE}"])
-    layouts = sorted(rates, key=lambda layout: max(rates[layout]))
-    axes.set(xlabel="tokens/s per device, median of steps\ndot: a run; bar: the fastest run of a layout")
-    axes.barh(layouts, [max(rates[layout]) for layout in layouts], color="lightsteelblue")
-    for layout in layouts:
-        axes.plot(rates[layout], [layout] * len(rates[layout]), "o", color="black", markersize=3)
+def settings(runs: Sequence[Run]) -> list[str]:
+    """Name each run after the keys that vary and can change its speed, as `create_config.py` names folders."""
+    varied = {key: values for key, values in varied_keys(runs).items() if key.startswith(SPEED_KEYS)}
+    if len({run.config.global_batch_size for run in runs if run.config}) == 1:  # it follows from dp and mbs
+        varied.pop(FLAGS["grad_acc_steps"], None)
+    keys = [key for key in dict.fromkeys([*FLAGS.values(), *varied]) if key in varied]
+    combinations = [{key: varied[key][i] for key in keys} for i in range(len(runs))]
+    distinct = {canonical_json(each): each for each in combinations}
+    names = dict(zip(distinct, folder_names(list(distinct.values())), strict=True))
+    return [names[canonical_json(each)] or "all runs" for each in combinations]
 
 
-def draw_memory(runs: Sequence[Run], rows: Sequence[dict[str, Any]], axes: Any) -> None:
-    """Plot throughput against peak memory: a point for each run, a colour for each layout."""
-    points_of_layout = defaultdict(list)
-    for run, row in zip(runs, rows, strict=True):
-        if f"median_{RATE}" in row and "memory_gb" in row:
-            points_of_layout[run.layout].append((row["memory_gb"], row[f"median_{RATE}"]))
-    axes.set(xlabel="peak memory per device in GB, on the rank that needs most", ylabel="tokens/s per device")
-    for (layout, points), colour in zip(sorted(points_of_layout.items()), colours(len(points_of_layout)), strict=True):
-        axes.plot(*zip(*points, strict=True), "o", label=layout, color=colour)
-    if points_of_layout:
-        axes.set_xlim(0, 1.05 * max(memory for points in points_of_layout.values() for memory, _ in points))
+def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], figure: Any) -> None:
+    """Plot the throughput and the memory of each of the `settings`, fastest on top, with a dot for each run."""
+    groups = defaultdict(list)
+    for run, name, row in zip(runs, settings(runs), rows, strict=True):
+        if run.config is not None and f"median_{RATE}" in row:
+            groups[name].append(row)
+    rates = {name: fmean(row[f"median_{RATE}"] for row in group) for name, group in groups.items()}
+    names = sorted(rates, key=lambda name: rates[name])[-MOST_BARS:]
+    figure.set_figheight(1.5 + 0.25 * len(names))
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    speed.barh(range(len(names)), [rates[name] for name in names], color="lightsteelblue")
+    speed.set_yticks(range(len(names)), [f"{name}  {rates[name]:,.0f}" for name in names], fontsize=8)
+    hidden = f", the fastest {len(names)} of {len(rates)}" * (len(names) < len(rates))
+    speed.set_xlabel(f"tokens/s per device, median of steps\nbar: mean of the runs (dots){hidden}")
+    memory.set_xlabel("peak memory in GB,\non the rank that needs most")
+    for axes, column in ((speed, f"median_{RATE}"), (memory, "memory_gb")):
+        points = [(row[column], i) for i, name in enumerate(names) for row in groups[name] if column in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color="black", markersize=3)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the three plots."""
+    """Write the two plots."""
     from matplotlib.figure import Figure
 
-    layouts = len({run.layout for run in runs})
-    for name, height, plot in (
-        ("loss", 4.5, lambda axes: draw_losses(runs, axes)),
-        ("throughput", 1.2 + 0.3 * layouts, lambda axes: draw_throughput(runs, rows, axes)),
-        ("memory", 4.5, lambda axes: draw_memory(runs, rows, axes)),
+    for name, plot in (
+        ("loss", lambda figure: draw_losses(runs, figure)),
+        ("throughput", lambda figure: draw_throughput(runs, rows, figure)),
     ):
-        figure = Figure(figsize=(8, height), layout="constrained")
-        axes = figure.add_subplot(title=escape_dollars(folder.resolve().name), axisbelow=True)
-        axes.grid(alpha=0.3)
-        plot(axes)
-        labels = axes.get_legend_handles_labels()[1]
-        if labels and not axes.texts:  # labels beside the curves need no legend
-            figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(labels) // 30)
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        plot(figure)
+        figure.axes[0].set_title(escape_dollars(folder.resolve().name))
         image = io.BytesIO()
         figure.savefig(image, dpi=150)
         write_atomically(folder / f"{name}.png", image.getvalue())
@@ -329,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runs = [read_run(job) for job in find_jobs(options.inp_dir)]
         rows = [table_row(run, options.warmup) for run in runs]
-        varied = varied_keys(runs)
+        varied = {key: values for key, values in varied_keys(runs).items() if key not in OWN_KEYS.split()}
         for i, row in enumerate(rows):
             row |= {key: values[i] for key, values in varied.items() if values[i] is not None}
         write_table(rows, list(varied), options.inp_dir / "metrics.csv")
@@ -342,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if forecasts := [row for row in rows if {f"forecast_{RATE}", "forecast_memory_gb"} <= row.keys()]:
         print_line(f"Measured and forecast:\n{comparison(forecasts)}\n")
     print_line(
-        f"{len(runs)} runs ({statuses}): metrics.csv, loss.png, throughput.png and memory.png in {options.inp_dir}"
+        f"{len(runs)} run{'s' * (len(runs) > 1)} ({statuses}): metrics.csv, loss.png and throughput.png in {options.inp_dir}"
     )
 
 

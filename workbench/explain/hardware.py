@@ -35,7 +35,7 @@ def fits(needed: float, gib: float) -> bool:
 
 def usable(gib: float) -> str:
     """Return the name of the memory that `fits` compares with, such as `92 % of 80 GiB`."""
-    return f"{USABLE:.0%} of {gib:g} GiB".replace("%", " %")
+    return f"{USABLE:.0%} of {gib:.4g} GiB".replace("%", " %")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ def find_hardware(name: str, config: Config) -> Hardware:
         return read_hardware(Path(name))
     if not config.distributed.use_cpu and not torch.cuda.is_available():
         raise UserError(
-            "--hardware this: this machine has no CUDA device; add --distributed.use_cpu true, or name a GPU"
+            "--hardware this: this machine has no CUDA device; add --distributed.use_cpu true, or name a GPU, as in --hardware H100"
         )
     device = "cpu" if config.distributed.use_cpu else "cuda"
     threads = config.environment.OMP_NUM_THREADS

@@ -20,7 +20,7 @@ from typing import IO, Literal, cast, get_args
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import locked, write_atomically
+from picotron.files import locked, read_object, write_atomically
 from picotron.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
@@ -106,15 +106,24 @@ def stop_options(grace: int) -> list[str]:
 
 def find_jobs(folder: Path) -> list[Job]:
     """Find the jobs in or below a folder, sorted by name. Folders inside a job (runs, checkpoints) are not searched.
+    A folder of a model is not a job.
 
     Raises:
         UserError: there is no job.
     """
     jobs = []
     for path, subfolders, files in os.walk(folder):
-        if "config.json" in files:
+        if "config.json" in files and not is_model(Path(path)):
             subfolders.clear()
             jobs.append(Job(Path(path), os.path.relpath(path, folder)))
     if not jobs:
-        raise UserError(f"no config.json in or below {folder}; write some with create_config.py --out_dir {folder}")
+        raise UserError(f"no config of a run in or below {folder}; write some with create_config.py --out_dir {folder}")
     return sorted(jobs, key=lambda job: job.name)
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether the config.json of a folder is that of a Hugging Face model."""
+    try:
+        return "model_type" in read_object(folder / "config.json")
+    except UserError:  # a damaged config is that of a job
+        return False

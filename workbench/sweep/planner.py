@@ -206,21 +206,31 @@ class Planner:
 def best_configs(
     configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
 ) -> tuple[list[Values], Least | None]:
-    """Return the `count` fastest configs that fit into `gib`, best first; if none fits, the one that needs least.
+    """Return the fastest configs of the `count` fastest layouts that fit into `gib`, one of each, best first; if none
+    fits, the config that needs least. Layouts differ in the sizes of their axes, or in the schedule of their pipeline.
 
     Args:
         configs: configs that pass all checks, with the values that distinguish them.
     """
-    planner, best = Planner(model, hardware), list[tuple[float, int, Values]]()
+    planner, best = Planner(model, hardware), dict[Any, tuple[float, int, Values]]()
     ordered = sorted(
         Candidate(*planner.bounds(config), i, values, config) for i, (values, config) in enumerate(configs)
     )
     for each in ordered:
-        if len(best) == count and each.seconds * (1 - ROUNDING) > best[-1][0]:
+        key, least_seconds = layout_of(each.config), each.seconds * (1 - ROUNDING)
+        if len(best) == count and least_seconds > max(best.values())[0]:
             break  # no other config can be faster
-        if not fits(each.gib * (1 - ROUNDING), gib) or (plan := planner.plan(each.config)) is None:
+        if (key in best and least_seconds > best[key][0]) or not fits(each.gib * (1 - ROUNDING), gib):
             continue
-        if fits(planner.gib(each.config, plan), gib):
-            seconds = forecast(each.config, model, plan, hardware).step_time
-            best = sorted([*best, (seconds, each.number, each.values)])[:count]
-    return [values for _, _, values in best], None if best else planner.least(ordered)
+        if (plan := planner.plan(each.config)) is not None and fits(planner.gib(each.config, plan), gib):
+            found = forecast(each.config, model, plan, hardware).step_time, each.number, each.values
+            best[key] = min(best.get(key, found), found)
+            best = dict(sorted(best.items(), key=lambda item: item[1])[:count])
+    return [values for _, _, values in best.values()], None if best else planner.least(ordered)
+
+
+def layout_of(config: Config) -> tuple[Any, ...]:
+    """Return the sizes of the axes and the schedule of a config."""
+    layout = config.distributed
+    engine = layout.pp_engine if layout.pp_size > 1 else None
+    return layout.dp_size, layout.pp_size, layout.cp_size, layout.tp_size, engine

@@ -1,6 +1,8 @@
 """create_config.py --hardware and --best: forecasts in the table and in the jobs, and the fastest layouts that fit."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 import create_config
 from tests.workbench.sweep.test_create_config import configs, create, error_message
+from workbench.explain.hardware import HARDWARE
 from workbench.sweep.jobs import find_jobs
 
 EIGHT = ("--world_size", 8, "--global_batch_size", 16, "--hardware", "H100")
@@ -26,15 +29,28 @@ def test_best_writes_the_fastest_layouts_with_their_forecasts(
     assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
     expected = [forecasts(folder)[row[0]]["step_time"] for row in rows]
     assert expected == sorted(expected)
-    assert len(expected) == 3
+    layouts = set()
     for data in configs(folder).values():
         layout = data["distributed"]
-        assert layout["dp_size"] * layout["pp_size"] * layout["cp_size"] * layout["tp_size"] == 8
+        sizes = [layout[f"{axis}_size"] for axis in ("dp", "pp", "cp", "tp")]
+        assert math.prod(sizes) == 8
+        layouts.add((*sizes, layout["pp_engine"]))
         assert not layout["use_cpu"]
         assert layout["sequence_parallel"] == (layout["tp_size"] > 1)
         assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
+    assert len(layouts) == len(expected) == 3
     every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
     assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
+
+
+def test_best_without_hardware_measures_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {"this": dataclasses.replace(HARDWARE["H100"], name="my processor", cores=2)}
+    monkeypatch.setattr(create_config, "find_hardware", lambda name, config: measured[name])
+    folder = create(tmp_path, "--world_size", 2, "--global_batch_size", 8, "--best", 2)
+    assert "on my processor" in capsys.readouterr().out
+    assert [data["distributed"]["use_cpu"] for data in configs(folder).values()] == [True, True]
 
 
 def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +90,6 @@ def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--best", 3), "--hardware"),
         (("--hardware", "H100", "--best", 3), "--world_size and --global_batch_size"),
         ((*EIGHT[:3], 7, *EIGHT[4:], "--best", 3, "--dp", 8), "no layout of 8 ranks can train"),
         ((*EIGHT, "--best", 3, "--gib", 0.001), "no layout of 8 ranks fits"),
