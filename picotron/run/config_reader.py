@@ -13,6 +13,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +94,20 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the JSON of a config, see `current_keys`. Raises a UserError as `read_object` and `current_keys`."""
-    return current_keys(read_object(path))
+    """Read the JSON of a config, see `current_keys`. The names of models and data that are not in the current folder,
+    but beside the file or in a folder above it, become paths of those, so that a config can be used from anywhere.
+
+    Raises:
+        UserError: as `read_object` and `current_keys`.
+    """
+    data = current_keys(read_object(path))
+    for section, key in (("model", "name"), ("model", "tokenizer"), ("dataset", "name"), ("dataset", "eval_name")):
+        body: Any = data.get(section)
+        name = body.get(key) if isinstance(body, dict) else None
+        if isinstance(name, str) and name and not os.path.exists(name):
+            places = (folder / name for folder in path.resolve().parents)
+            body[key] = next((str(place) for place in places if os.path.exists(place)), name)
+    return data
 
 
 def unknown_key(key: str) -> str:

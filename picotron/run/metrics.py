@@ -29,6 +29,7 @@ from picotron.run.run_folder import user_error_on_failure
 logger = logging.getLogger("picotron")
 
 WANDB_SECONDS = 20.0
+LONG_SECONDS = 900.0  # until the end of a run, from which on its lines say how long
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -175,6 +176,7 @@ class Metrics:
         self.first_loss, self.last_loss = losses[0], losses[-1]
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, wandb_run_id
+        self.first: tuple[int, float] | None = None  # step that this run has logged, and when
         if self.writes and config.logging.use_wandb:
             self.wandb = _start_wandb(config, wandb_run_id)
             self.wandb_run_id = self.wandb.id
@@ -252,11 +254,19 @@ class Metrics:
             print_line(
                 f"step {record['step']:>4} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} | "
                 f"lr {record['learning_rate']:.1e} | {record['tokens']:,} tokens | "
-                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB"
+                f"{record['tokens_per_second']:,.0f} tokens/s{mfu} | {record['memory_gb']:.2f} GB{self.time_left(record)}"
             )
         if evaluated:
             bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
             print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
+
+    def time_left(self, record: dict[str, Any]) -> str:
+        """Return the estimated time until the end of a long run, from all that it has done since its first step."""
+        now = time.perf_counter()
+        self.first = self.first or (record["step"], now)
+        steps, seconds = record["step"] - self.first[0], now - self.first[1]
+        left = Progress(record["step"], record["tokens"]).remaining(self.config) * seconds / max(1, steps)
+        return f" | {left / 3600:.1f} h left" if left >= LONG_SECONDS else ""
 
     def close(self) -> None:
         """Finish the wandb run, and log the first and last loss and the folder of the outputs."""

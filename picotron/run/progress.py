@@ -1,6 +1,7 @@
 """Position of a run in its steps and its data."""
 
 import dataclasses
+import math
 
 from picotron.config import Config, Training
 
@@ -20,6 +21,12 @@ class Progress:
     def is_printed(self, config: Config) -> bool:
         """Return whether the console shows this step: the first, the last, and every `logging.log_frequency` steps."""
         return self.step == 1 or self.is_end(config.training) or self.step % config.logging.log_frequency == 0
+
+    def remaining(self, config: Config) -> int:
+        """Return the number of steps until the end of the run."""
+        training, tokens = config.training, config.global_batch_size * config.training.seq_length
+        by_tokens = math.inf if training.max_tokens is None else math.ceil((training.max_tokens - self.tokens) / tokens)
+        return int(max(0, min(training.total_train_steps - self.step, by_tokens)))
 
     def is_end(self, training: Training) -> bool:
         enough = training.max_tokens is not None and self.tokens >= training.max_tokens
