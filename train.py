@@ -136,7 +136,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
         other, _ = load_data(evaluation, model_config, tokenizer)
     train_rows, eval_rows = split_train_eval(data, config, other)
     fingerprint = data_fingerprint(train_rows, config)
-    progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
+    progress = checkpoint.progress(fingerprint, training) if checkpoint else Progress()
     data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)
     eval_loader = None
     if eval_rows:

@@ -143,7 +143,7 @@ def train_steps(
     grid, rows = pgm.process_group_manager, random_rows(config)
     llama = unwrap(model)
     fingerprint = data_fingerprint(rows, config)
-    progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
+    progress = checkpoint.progress(fingerprint, config.training) if checkpoint else Progress()
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
     dtype = getattr(torch, config.model.dtype)
     _, take_step, _ = pipeline_of(config, model_config, device_of(config), dtype)

@@ -49,6 +49,7 @@ VARIANTS = {
         "optimizer.bfloat16_states",
         "tensor_parallel.overlapped",
         "data.samples",
+        "data.whole",
     ]
 }
 # the doors from the trainer

@@ -53,7 +53,7 @@ def files_changed_by_saving_again(config: Config, model_config: LlamaConfig, tok
     fingerprint = data_fingerprint(random_rows(config), config)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, fingerprint)
     with writer:
-        writer.save(checkpoint.progress(fingerprint))
+        writer.save(checkpoint.progress(fingerprint, config.training))
     files, copies = (
         sorted(checkpoint.folder.glob("*.safetensors")),
         Path(config.checkpoint.save_dir, checkpoint.folder.name),

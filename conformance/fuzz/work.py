@@ -86,7 +86,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         fingerprint = data_fingerprint(train_rows, config)
         if eval_rows:
             eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=eval_batches)
-    progress = checkpoint.progress(fingerprint) if checkpoint else Progress()
+    progress = checkpoint.progress(fingerprint, training) if checkpoint else Progress()
     if not is_own:
         loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
 

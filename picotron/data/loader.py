@@ -8,7 +8,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.context_parallel.positions import local_positions
-from picotron.data.rows import Rows, Samples, SomeRows, Text, TextRows, WholeText
+from picotron.data.rows import Rows, Samples, SomeRows, Text, TextRows
 
 logger = logging.getLogger("picotron")
 
@@ -42,40 +41,21 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
-def make_rows(data: Text | Samples, config: Config, name: str, multiple: int | None = None) -> tuple[Rows, str]:
-    """Make rows of a data set. Returns the rows, and a text about them.
-
-    Args:
-        name: name of the data set.
-        multiple: if given, all targets that count are in rows, whose number is a multiple of this one.
-    """
-    length = config.training.seq_length
+def make_rows(data: Text | Samples, config: Config) -> tuple[Rows, str]:
+    """Make the rows of the training data. Returns the rows, and a text about them."""
+    name, length = config.dataset.title, config.training.seq_length
     if isinstance(data, Text):
-        make = TextRows if multiple is None else partial(WholeText, multiple=multiple)
-        return make(data.tokens, length, data.end), f"{len(data.tokens):,} tokens in {name}"
+        return TextRows(data.tokens, length, data.end), f"{len(data.tokens):,} tokens in {name}"
     from picotron.data.samples import pack_samples
 
     drops_long = config.dataset.long_samples == "drop"
-    packed = pack_samples(data, length, drops_long, config.dataset.masks_documents, multiple or 1)
+    packed = pack_samples(data, length, drops_long, config.dataset.masks_documents)
     too_long = ", or they are longer" if drops_long else ""
     why = f" (the loss counts none of their first {length + 1:,} tokens{too_long})" if packed.dropped else ""
     return packed.rows, (
         f"{len(data.lengths):,} samples in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped{why}; "
         f"{len(packed.rows):,} rows of {length:,} tokens, {packed.empty:.1%} empty"
     )
-
-
-def whole_rows(data: Text | Samples, config: Config, name: str) -> Rows:
-    """Make the rows for an evaluation of a whole data set, a multiple of the global batch.
-
-    Raises:
-        UserError: the data have no target that the loss counts.
-    """
-    rows, summary = make_rows(data, config, name, config.global_batch_size)
-    if rows.counts is None or not rows.counts.sum():
-        raise UserError(f"{summary}: there is nothing to evaluate; use other data")
-    logger.info("%s, all of them for evaluation", summary)
-    return rows
 
 
 def split_train_eval(
@@ -87,7 +67,7 @@ def split_train_eval(
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
-    rows, summary = make_rows(data, config, config.dataset.title)
+    rows, summary = make_rows(data, config)
     batch, held_out = config.global_batch_size, config.held_out_sequences
     if len(rows) < batch + held_out:
         also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
@@ -98,6 +78,8 @@ def split_train_eval(
     unit = config.training.seq_length if isinstance(data, Text) else 1
     logger.info("%s, %s of them for evaluation", summary, f"{held_out * unit:,}")
     if evaluation is not None:
+        from picotron.data.whole import whole_rows
+
         return rows, whole_rows(evaluation, config, config.dataset.eval_name or "")
     order = epoch_order(len(rows), config.training.seed, HELD_OUT)
     held, trained = np.sort(order[:held_out]), np.sort(order[held_out:])

@@ -97,30 +97,6 @@ class TextRows(Rows):
         return len(self.tokens), np.concatenate((self.tokens[:1000], self.tokens[-1000:]))
 
 
-class WholeText(TextRows):
-    """The rows of a text up to its last token. The loss does not count the targets after it, which have token 0.
-
-    Args:
-        tokens, seq_length, end: see `TextRows`.
-        multiple: number of which the number of rows is a multiple.
-    """
-
-    def __init__(self, tokens: np.ndarray, seq_length: int, end: int | None, multiple: int) -> None:
-        super().__init__(tokens, seq_length, end)
-        targets, size = max(0, len(tokens) - 1), seq_length * multiple
-        starts = np.arange(0, -(-targets // size) * size, seq_length)
-        self.counts: np.ndarray = np.clip(targets - starts, 0, seq_length)
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __getitem__(self, i: int) -> Row:
-        tokens = self.tokens[i * self.seq_length : (i + 1) * self.seq_length + 1]
-        tokens = np.pad(tokens, (0, self.seq_length + 1 - len(tokens)))
-        counted = np.arange(self.seq_length) < self.counts[i]
-        return Row(tokens[:-1], tokens[1:], counted.astype(np.uint8), self.documents(tokens))
-
-
 class SomeRows(Rows):
     """Some rows of a data set.
 

@@ -34,4 +34,6 @@ def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
 
 
 def metrics(save_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+    """Return the records of the steps, without the evaluation before the first one."""
+    records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["step"] > 0]

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from picotron.config import Config
 from picotron.console import UserError, print_line
-from picotron.data.loader import MicroBatchDataLoader, whole_rows
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.token_files import targets_and_bytes
+from picotron.data.whole import whole_rows
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import find_checkpoint

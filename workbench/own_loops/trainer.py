@@ -220,7 +220,7 @@ class Trainer:
         first, *others = run_on_all_ranks(lambda: data.fingerprint)
         if different := [rank for rank, each in enumerate(others, 1) if each != first]:
             raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
-        self.progress = checkpoint.progress(data.fingerprint) if checkpoint else Progress()
+        self.progress = checkpoint.progress(data.fingerprint, training) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
 
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)

@@ -258,10 +258,11 @@ class Checkpoint:
 
         return read
 
-    def progress(self, fingerprint: str) -> Progress:
+    def progress(self, fingerprint: str, training: Training) -> Progress:
         """Return the progress to resume from, at the start of the data if their fingerprint has changed."""
         if self.state is None:
             return Progress()
+        warn_of_jump(self.state, training)
         if fingerprint != self.state.data_fingerprint:
             logger.warning(
                 "%s was trained on different data, or in a different order (data set, tokenizer, seq_length, seed, or "
@@ -329,8 +330,6 @@ def find_checkpoint(config: Config, model_config: PreTrainedConfig) -> Checkpoin
         logger.info(
             "training %s %s", "resumes from" if checkpoint.state else "starts from the weights of", checkpoint.folder
         )
-        if checkpoint.state:
-            warn_of_jump(checkpoint.state, config.training)
     elif config.model.pretrained:
         checkpoint = Checkpoint(find_folder(config.model.name), weights_only=True)
         check_same_model(checkpoint.folder, model_config, "remove that key from the config, or model.pretrained")

@@ -16,7 +16,8 @@ from picotron.data.loader import (
     epoch_order,
     split_train_eval,
 )
-from picotron.data.rows import Samples, Text, TextRows, WholeText
+from picotron.data.rows import Samples, Text, TextRows
+from picotron.data.whole import WholeText
 from picotron.process_group_manager import setup_process_group_manager
 
 CPU = torch.device("cpu")
