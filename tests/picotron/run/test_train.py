@@ -89,7 +89,7 @@ def test_killed_stage_ends_the_run_within_30_seconds(
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     (tmp_path / "broken.py").write_text(BROKEN)
     words = ["--config", "template/base_config.json"]
-    words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2})
+    words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
     command, environment = [*launcher, str(tmp_path / "broken.py"), *words], {**os.environ, "HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert result.returncode != 0

@@ -80,7 +80,7 @@ def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) 
 
 @pytest.mark.slow
 def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
-    one = run_program(home, 2, *arguments(tmp_path / "one", 1, 4, **TP))
+    one = run_program(home, *arguments(tmp_path / "one", 1, 4, **TP))
     assert one.returncode == 0, one.stderr
     results = run_on(hosts, home, tmp_path, [], [])
     assert [code for code, _ in results] == [0, 0], "\n".join(output for _, output in results)

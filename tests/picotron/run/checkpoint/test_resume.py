@@ -137,7 +137,7 @@ def program(tmp_path: Path, in_step: str) -> str:
         f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
         "def changed(self):\n"
         "    calls.append(1)\n"
-        "    if len(calls) == 8 and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
+        "    if len(calls) == 10 and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
         "        marker.touch()\n"
         f"        {in_step}\n"
         "    return load(self)\n"
