@@ -181,7 +181,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     with writer:
         if eval_loader and progress.step == 0:
             metrics.log({"step": 0, "tokens": 0} | evaluation_record(evaluate(model, eval_loader), *evaluated))
-        while not stop and not progress.is_end(training):
+        while not stop and not progress.is_end(config):
             metrics.start_step()
             loss = step(model, data_loader)
             learning_rate = float(scheduler.get_last_lr()[0])

@@ -153,7 +153,7 @@ def train_steps(
     scheduler = make_scheduler(optimizer, config.training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint) if tokenizer else None
     losses, norms, found = [], [], []
-    while not progress.is_end(config.training):
+    while not progress.is_end(config):
         loss = take_step(model, loader).double()
         found = found or [look()]
         all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)

@@ -158,7 +158,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     with writer:
         if case["resume"]:
             writer.save(progress)
-        while not progress.is_end(training):
+        while not progress.is_end(config):
             result["losses"].append(take_step(progress.step))
             if "gradients" not in result:
                 result["gradients"] = all_stages(llama, "main_grad")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from picotron.config import Config, Training
+from picotron.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,15 @@ class Progress:
 
     def is_printed(self, config: Config) -> bool:
         """Return whether the console shows this step: the first, the last, and every `logging.log_frequency` steps."""
-        return self.step == 1 or self.is_end(config.training) or self.step % config.logging.log_frequency == 0
+        return self.step == 1 or self.is_end(config) or self.step % config.logging.log_frequency == 0
 
     def remaining(self, config: Config) -> int:
         """Return the number of steps until the end of the run."""
         training, tokens = config.training, config.global_batch_size * config.training.seq_length
-        by_tokens = math.inf if training.max_tokens is None else math.ceil((training.max_tokens - self.tokens) / tokens)
-        return int(max(0, min(training.total_train_steps - self.step, by_tokens)))
+        steps = training.total_train_steps - self.step
+        if training.max_tokens is not None:
+            steps = min(steps, math.ceil((training.max_tokens - self.tokens) / tokens))
+        return max(0, steps)
 
-    def is_end(self, training: Training) -> bool:
-        enough = training.max_tokens is not None and self.tokens >= training.max_tokens
-        return enough or self.step >= training.total_train_steps
+    def is_end(self, config: Config) -> bool:
+        return self.remaining(config) == 0

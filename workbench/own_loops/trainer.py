@@ -247,7 +247,7 @@ class Trainer:
         several, write a checkpoint if it is due. A stop signal ends the loop after the current pass, with a checkpoint.
         """
         saved = self.progress.step
-        while not self.stop and not self.progress.is_end(self.config.training):
+        while not self.stop and not self.progress.is_end(self.config):
             before = self.progress.step
             yield before
             self.stop = int(max_over_ranks(self.device, self.signals.number()).item())

@@ -133,7 +133,7 @@ class CheckpointWriter:
         if frequency is None:
             return False
         is_between = frequency > 0 and progress.step // frequency > before // frequency
-        return is_between or progress.is_end(self.config.training)
+        return is_between or progress.is_end(self.config)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, unless there is one of this step. With `async_save`, copy it to host memory and start a
