@@ -21,7 +21,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Dataset, default_of
 from picotron.console import UserError, first_line, invalid_value
-from picotron.data.rows import Rows, Samples, Text
+from picotron.data.rows import Rows, Samples, SomeRows, Text, TextRows
 from picotron.files import read_object
 
 FILE = "token_files.json"
@@ -31,6 +31,7 @@ KEYS_OF_TEXT = (
     "dataset.add_start_token", "training.num_samples", "model.tokenizer",
 )  # fmt: skip
 DECODED = 2**20  # tokens that are decoded at a time
+CONTEXT = 16  # tokens before a row, more than the bytes of a character
 
 
 class TokenFiles(BaseModel):
@@ -184,13 +185,25 @@ def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
     end-of-sequence token, are targets without text.
     """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+
+    def decode(ids: np.ndarray) -> str:
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
     targets = size = 0
+    if isinstance(rows, SomeRows) and isinstance(rows.rows, TextRows):
+        # A character, such as an emoji, that the bounds of a row cut counts in the row with its last byte.
+        for first in (rows.numbers * rows.rows.seq_length + 1).tolist():
+            before = max(0, first - CONTEXT)
+            bounds = (first + rows.rows.seq_length, 1), (first, -1)
+            texts = ((decode(rows.rows.tokens[before:end]).rstrip("\ufffd"), sign) for end, sign in bounds)
+            size += sum(sign * len(text.encode()) for text, sign in texts)
+        return len(rows) * rows.rows.seq_length, size
     count = max(1, DECODED // len(rows[0].target_ids))
     for first in range(0, len(rows), count):
         batch = [rows[i] for i in range(first, min(first + count, len(rows)))]
         # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
         parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
-        ids = np.concatenate(parts).tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        targets, size = targets + len(ids), size + len(text.encode())
+        ids = np.concatenate(parts)
+        targets, size = targets + len(ids), size + len(decode(ids).encode())
     return targets, size

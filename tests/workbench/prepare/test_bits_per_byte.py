@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from conformance.oracle import tiny_llama
 from picotron.data.loader import split_train_eval
-from picotron.data.rows import TextRows
+from picotron.data.rows import SomeRows, TextRows
 from picotron.data.token_files import map_token_files, targets_and_bytes
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
@@ -65,3 +66,8 @@ def test_bytes_of_text_are_those_between_the_first_and_the_last_target(folder: s
     last = min(first - 1 + len(rows) * seq_length, len(spans) - 1)  # the end-of-sequence token after it has no text
     expected = text[spans[first][0] : spans[last][1]].encode()
     assert targets_and_bytes(rows, Path(folder)) == (len(rows) * seq_length, len(expected))
+    # Those of every other row, and of the rest, have all characters but one that the last row cuts.
+    halves = [SomeRows(rows, np.arange(first, len(rows), 2)) for first in (0, 1)]
+    whole = tokenizer.decode(data.tokens[: len(rows) * seq_length + 1])
+    cut = len(whole.encode()) - len(whole.rstrip("\ufffd").encode())
+    assert sum(targets_and_bytes(each, Path(folder))[1] for each in halves) == len(expected) - cut
