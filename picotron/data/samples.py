@@ -39,9 +39,8 @@ class SampleRows(Rows):
         self.samples, self.seq_length, self.masks_documents = samples, seq_length, masks_documents
         order = np.argsort(rows, kind="stable")  # within a row, samples keep their order
         self.starts, self.sizes = starts[order], sizes[order]
-        self.first = np.append(
-            0, np.bincount(rows, minlength=count).cumsum()
-        )  # samples first[i] to first[i + 1] are in row i
+        # samples first[i] to first[i + 1] are in row i
+        self.first = np.append(0, np.bincount(rows, minlength=count).cumsum())
         self.counts: np.ndarray = np.bincount(rows, counts, count).astype(np.int64)
 
     def __len__(self) -> int:

@@ -101,12 +101,22 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: as `read_object` and `current_keys`.
     """
     data = current_keys(read_object(path))
-    for section, key in (("model", "name"), ("model", "tokenizer"), ("dataset", "name"), ("dataset", "eval_name")):
+
+    def found(name: Any) -> Any:
+        """Return the path of a name, or the value itself if there is none."""
+        if not isinstance(name, str) or not name or os.path.exists(name):
+            return name
+        places = (folder / name for folder in path.resolve().parents)
+        return next((str(place) for place in places if os.path.exists(place)), name)
+
+    for section, keys in (("model", ("name", "tokenizer")), ("dataset", ("name", "eval_name", "mixture"))):
         body: Any = data.get(section)
-        name = body.get(key) if isinstance(body, dict) else None
-        if isinstance(name, str) and name and not os.path.exists(name):
-            places = (folder / name for folder in path.resolve().parents)
-            body[key] = next((str(place) for place in places if os.path.exists(place)), name)
+        for key in keys if isinstance(body, dict) else ():
+            value = body.get(key)
+            if isinstance(value, dict):
+                body[key] = {found(name): weight for name, weight in value.items()}
+            elif value is not None:
+                body[key] = found(value)
     return data
 
 

@@ -341,9 +341,9 @@ def warn_of_jump(state: TrainerState, training: Training) -> None:
     saved: Any = state.config.get("training")
     try:
         before = Training.model_validate({key: saved[key] for key in saved.keys() & Training.model_fields.keys()})
-    except (ValidationError, AttributeError):  # written by a version with other limits, or by another program
+        old, new = (each.learning_rate * learning_rate_factor(each)(state.step) for each in (before, training))
+    except (ValidationError, AttributeError, ArithmeticError):  # of a version with other limits, or another program
         return
-    old, new = (each.learning_rate * learning_rate_factor(each)(state.step) for each in (before, training))
     if not math.isclose(old, new, rel_tol=1e-3):
         keys = ("learning_rate", "lr_scheduler", "total_train_steps", "warmup_steps", "decay_steps", "min_lr_ratio")
         changed = [(key, getattr(before, key), getattr(training, key)) for key in keys]
