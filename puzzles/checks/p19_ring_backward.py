@@ -20,7 +20,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         report.begin(f"{name}, {TOKENS} tokens per rank")
         q, k, v, dout = (factor * randn(H, n * TOKENS, d, seed=i) for i, factor in enumerate((scale, scale, 1, 1)))
         whole = [each.requires_grad_() for each in (q, k, v)]
-        out = F.scaled_dot_product_attention(*whole, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         future = torch.ones(n * TOKENS, n * TOKENS, dtype=torch.bool).triu(1)
         lse = (q @ k.mT / d**0.5).masked_fill(future, -torch.inf).logsumexp(-1)
         expected = torch.autograd.grad(out, whole, dout)
