@@ -282,6 +282,22 @@ PUZZLES = [
         "picotron/context_parallel/context_parallel.py RingAttention does it, forward and backward, with zigzag shards.",
     ),
     Puzzle(
+        "p19_ring_backward",
+        "context",
+        "the backward of ring attention, from its output and lse",
+        "docs/context_parallel.md#the-backward-send-keys-again-instead-of-keeping-them",
+        (
+            "Begin with one rank. With p = exp(scores - lse), the weights of all keys, out = p @ v. So dv = p.mT @ dout, and "
+            "dp = dout @ v.mT. Which sum over all keys does the gradient of the scores need?",
+            "ds = p (dp - sum_j p_j dp_j), and this sum is (dout * out).sum(-1), which a rank knows without any key. Then "
+            "dq = ds @ k / sqrt(d), and dk = ds.mT @ q / sqrt(d). Each block of keys gives its part, with the lse of all keys.",
+            "Send keys and values around as in puzzle 11. Their gradients follow one step behind: in each step, receive the "
+            "sum of the ranks before, add your own, and send it on. After n messages it is at the owner of the keys. To beat "
+            "par, let queries travel instead.",
+        ),
+        "picotron/context_parallel/context_parallel.py RingAttention.backward does it, with fused kernels and zigzag shards.",
+    ),
+    Puzzle(
         "p16_layout",
         "layout",
         "sequences of 128 Ki tokens on 64 GPUs",

@@ -19,9 +19,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import train
+from conformance.examples.ring import Shift
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.pipeline_parallel.train_step import train_step
@@ -98,6 +100,21 @@ def lossy_start_message() -> Callable[..., list[dist.Work]]:
     return start
 
 
+class SkippingRing:
+    """Ring attention through autograd with consecutive tokens, in which no rank uses the keys of later ranks."""
+
+    @staticmethod
+    def apply(q: Tensor, k: Tensor, v: Tensor, blocks_of: object) -> Tensor:
+        kv, seen = torch.stack((k, v)), list[Tensor]()
+        for step in range(ranks := dist.get_world_size()):
+            if step <= dist.get_rank():
+                seen.insert(0, kv)
+            kv = Shift.apply(kv) if step < ranks - 1 else kv
+        k, v = torch.cat(seen, dim=-2)
+        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
 STEP = "train.train_step"
 
 
@@ -124,6 +141,10 @@ MISTAKES = {
     "message_not_sent": Broken(
         "Rank 0 does not send the hidden states of micro-batch 2 to the next stage.",
         {"workbench.pipelines.executor.start_message": lossy_start_message()},
+    ),
+    "ring_skips": Broken(
+        "Ring attention through autograd leaves out the keys of later ranks (with cp_sharding contiguous).",
+        {"picotron.context_parallel.context_parallel.RingAttention": SkippingRing},
     ),
     "gradients_not_divided": Broken(
         "The gradients are summed over the ranks, but not divided by their number.",

@@ -23,14 +23,19 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         own = [each.chunk(n, 1)[rank].clone() for each in (q, k, v)]
         result, sent = group.call(learner.ring_attention, *own, group)
         unit = 2 * H * TOKENS * d
-        lines = [
-            (f"rank {i} sends", [Cell(f"{size / unit:g} to {to}", colour_of(to)) for to, size in log])
-            for i, log in enumerate(group.gather(group.log))
-        ]
-        note = "Each box is a message: its size in units of one rank's keys and values, and its receiver (also its colour)."
-        report.picture = rows(f"Messages of {n} ranks", lines, note)
+        report.picture = draw(group, unit)
         group.expect(result, expected, report.case, "attention")
         average = sum(group.gather(sent)) / n / unit
         # At least, rank r receives the keys and values of the r ranks before it.
         least = sum(range(n)) / n
         report.score = Score(f"sent by a rank on average, n = {n}:", average, n - 1, least, "{:.2f}")
+
+
+def draw(group: Group, unit: int) -> str:
+    """Draw the messages of all ranks, in units of one rank's keys and values."""
+    lines = [
+        (f"rank {i} sends", [Cell(f"{size / unit:g} to {to}", colour_of(to)) for to, size in log])
+        for i, log in enumerate(group.gather(group.log))
+    ]
+    note = "Each box is a message: its size in units of one rank's keys and values, and its receiver (also its colour)."
+    return rows(f"Messages of {group.size} ranks", lines, note)

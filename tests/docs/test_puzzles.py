@@ -49,7 +49,7 @@ def test_solution_is_right(puzzle: Puzzle, processes: WorkerPool) -> None:
     assert ElementTree.fromstring(report.picture).tag.endswith("svg")
     if report.score is not None:
         assert report.score.best <= report.score.value * (1 + 1e-9)
-        if puzzle.number not in (8, 11, 13):  # whose best known answer is another one
+        if puzzle.number not in (8, 11, 13, 19):  # whose best known answer is another one
             assert report.score.value == pytest.approx(report.score.best, rel=1e-9)
         if puzzle.number not in (5, 16):  # whose par is computed from something else than the solution
             assert report.score.value == pytest.approx(report.score.par, rel=1e-9)
