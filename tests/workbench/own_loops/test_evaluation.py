@@ -1,5 +1,6 @@
 """The loss of a model on a text, in layouts, against transformers."""
 
+import ast
 import json
 import math
 import re
@@ -40,6 +41,15 @@ def expected(folder: Path, length: int) -> tuple[int, float, float]:
     return len(ids) - 1, total / (len(ids) - 1), total / size / math.log(2)
 
 
+def words_of(model: Path, layout: dict[str, Any], **keys: Any) -> list[str]:
+    """Return options of train.py for a pretrained model in float64."""
+    sizes = dict.fromkeys(("dp_size", "pp_size", "cp_size", "tp_size"), 1) | layout
+    keys = {f"distributed__{key}": value for key, value in sizes.items()} | {"model__num_hidden_layers": "null"} | keys
+    keys |= {"model__name": model, "model__tokenizer": "null", "model__pretrained": "true", "model__dtype": "float64"}
+    keys |= {"training__micro_batch_size": 3, "training__gradient_accumulation_steps": 1}
+    return [str(word) for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", value)]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "layout", [{}, {"dp_size": 2, "cp_size": 2}, {"pp_size": 2, "tp_size": 2, "dp_engine": "zero3"}]
@@ -50,11 +60,7 @@ def test_the_loss_on_a_text_equals_that_of_transformers(
     """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
     path = tmp_path / "text.jsonl"
     path.write_text(json.dumps({"text": TEXT}) + "\n")
-    sizes = dict.fromkeys(("dp_size", "pp_size", "cp_size", "tp_size"), 1) | layout
-    keys = {f"distributed.{key}": value for key, value in sizes.items()} | {"model.num_hidden_layers": "null"}
-    keys |= {"model.name": model, "model.tokenizer": "null", "model.pretrained": "true", "model.dtype": "float64"}
-    keys |= {"training.seq_length": 24, "training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
-    words = [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+    words = words_of(model, layout, training__seq_length=24)
     result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"), "--evaluate", str(path))
     assert result.returncode == 0, result.stderr
     found = re.search(r"([\d,]+) tokens \| loss ([\d.]+) \| ([\d.]+) bits per byte\n$", result.stdout)
@@ -62,3 +68,21 @@ def test_the_loss_on_a_text_equals_that_of_transformers(
     targets, loss, bits = expected(model, 24)
     assert found.groups() == (f"{targets:,}", f"{loss:.4f}", f"{bits:.4f}")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.processes
+def test_a_run_shows_how_the_model_continues_a_prompt(model: Path, home: Path, tmp_path: Path) -> None:
+    """Before the first step, as transformers does."""
+    path, keys = tmp_path / "text.txt", {"training__total_train_steps": 1, "training__warmup_steps": 0}
+    path.write_text(TEXT)
+    keys |= {"training__eval_frequency": 1, "training__eval_steps": 1, "training__seq_length": 96}
+    words = words_of(model, {"pp_size": 2}, dataset__name=path, logging__sample_prompt="line 3: na", **keys)
+    result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
+    tokenizer, oracle = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
+    ids = tokenizer("line 3: na", return_tensors="pt")
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    text = oracle.generate(**ids, max_new_tokens=64, do_sample=False, **ends)[0]
+    expected_text = tokenizer.decode(text, skip_special_tokens=True).removeprefix("line 3: na")
+    first = next(line for line in result.stdout.splitlines() if line.startswith("sample: "))
+    assert ast.literal_eval(first.removeprefix("sample: ")) == expected_text
