@@ -40,7 +40,8 @@ def table() -> str:
         row = [name]
         for ratio in PLACES.values():
             here, twice = rule(ratio, TOKENS), rule(ratio, 2 * TOKENS)
-            row += [f"{here:.2g}", f"{here * TOKENS:,.0f} tokens" if twice < here else "-"]
+            equal = f"tp {RANKS / here:.2g}" if name.startswith("tp") else "-"
+            row += [f"{here:.2g}", f"{here * TOKENS:,.0f} tokens" if twice < here else equal]
         rows.append(row)
     caption = f"{MODEL}, {RANKS} ranks: time of messages / time of computation, for {TOKENS:,} tokens"
     return f"{caption}\n\n{text_table(rows, first_number=1)}"

@@ -32,7 +32,7 @@ GROUPS = {
     "Learn": [],
     "Use": [f"docs/{name}.md" for name in ("grpo", "own_data", "own_loops", "reference/configuration", "reference/machines")],
     "Check": [f"docs/reference/{name}.md" for name in (
-        "conformance", "course", "peers", "peers_from_checkouts", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
+        "conformance", "course", "trainers", "peers", "peers_from_checkouts", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
         "published_schedules", "axis_derivations",
     )],
     "Look up": ["docs/terms.md", "docs/papers.md", "docs/code.md", "docs/solutions/answers.md", "CONTRIBUTING.md", "CHANGELOG.md"],
@@ -81,6 +81,8 @@ def landing(checkout: Checkout) -> str:
     cells = [f"<td>{name}</td><td>{options}</td><td>{ranks}</td><td>{loss[1]}</td>" for ranks, name, options in runs]
     return Template((HERE / "landing.html").read_text()).substitute(
         lines=len(program.splitlines()),
+        model=len((ROOT / "steps/llama.py").read_text().splitlines()),
+        communication=len((ROOT / "steps/communication.py").read_text().splitlines()),
         code=checkout.link("steps/s9_cp.py"),
         program=block(program, "python"),
         losses="\n".join(f"<tr>{cell}</tr>" for cell in cells),

@@ -62,15 +62,22 @@ def coloured(text: str, language: str) -> str:
     return highlight(text, lexer, HtmlFormatter(nowrap=True)).removesuffix("\n")
 
 
+def difference(text: str) -> str:
+    """Mark the new and the old lines of a difference, in HTML."""
+    text = re.sub(r"^\+.*", r'<span class="new">\g<0></span>', text, flags=re.MULTILINE)
+    return re.sub(r"^-.*", r'<span class="old">\g<0></span>', text, flags=re.MULTILINE)
+
+
 def block(text: str, language: str) -> str:
     """Return a block of code. In a console, the command is an element of its own, which the copy button takes."""
     session = re.fullmatch(r"\$ ((?:.*\\\n)*.*)\n?((?:.*\n?)*)", text.removesuffix("\n"))
     if language == "console" and session:
         output = html.escape(session[2])
         if session[1].startswith("python -m steps s"):  # prints a difference
-            output = re.sub(r"^\+.*", r'<span class="new">\g<0></span>', output, flags=re.MULTILINE)
-            output = re.sub(r"^-.*", r'<span class="old">\g<0></span>', output, flags=re.MULTILINE)
+            output = difference(output)
         code = f'<span class="command">{coloured(session[1], "bash")}</span>\n{output}'
+    elif language == "diff":
+        code = difference(html.escape(text))
     else:
         code = coloured(text, language)
     return f'<div class="block {language}"><pre tabindex="0"><code>{code}</code></pre></div>\n'

@@ -48,6 +48,18 @@ def test_code_on_the_page_is_that_of_the_file(page: Path) -> None:
     assert text == make.paste_code(text), "run python -m docs.programs.make --code"
 
 
+def test_first_diff_of_the_readme_is_data_parallelism_alone() -> None:
+    """Its new lines are those of steps/only_dp.py, one after the other, without comments."""
+    diff = re.search(r"^```diff\n(.*?)^```$", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff
+    shown = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
+    program = [
+        line.partition("  #")[0].removeprefix("    ") for line in Path("steps/only_dp.py").read_text().splitlines()
+    ]
+    code = [line.partition("  #")[0] for line in shown]
+    assert "\n".join(code) in "\n".join(program)
+
+
 def prose(page: Path) -> str:
     """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
