@@ -14,6 +14,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NAMES = sorted((path.stem for path in FOLDER.glob("s[0-9]*.py")), key=lambda name: int(name[1:].split("_")[0]))
+# The program that each one changes.
+BEFORE = dict(zip(NAMES[1:], NAMES, strict=False)) | {"only_dp": "s1_one_process", "clip": "s9_cp"}
 
 
 def lines_of(name: str, symbol: str = "") -> list[str]:
@@ -35,7 +37,7 @@ def lines_of(name: str, symbol: str = "") -> list[str]:
 
 def difference(name: str, *symbols: str) -> Iterator[str]:
     """Yield the unified difference of functions or classes, or of the files, to the step before, without headers."""
-    before = NAMES[NAMES.index(name) - 1]
+    before = BEFORE[name]
     for symbol in symbols or ("",):
         old, new = lines_of(before, symbol), lines_of(name, symbol)
         if not old and not new:
@@ -47,9 +49,9 @@ def difference(name: str, *symbols: str) -> Iterator[str]:
 def table() -> Iterator[str]:
     """Yield a line for each program: its lines, lines added to and removed from the step before, and what it does."""
     yield f"{'':14} {'lines':>5} {'added':>5} {'removed':>7}"
-    for name in [*NAMES, *sorted(path.stem for path in FOLDER.glob("only_*.py")), "llama", "communication"]:
+    for name in [*NAMES, "clip", *sorted(path.stem for path in FOLDER.glob("only_*.py")), "llama", "communication"]:
         text = (FOLDER / f"{name}.py").read_text()
-        signs = [line[:1] for line in difference(name)] if name in NAMES[1:] else []
+        signs = [line[:1] for line in difference(name)] if name in BEFORE else []
         changes = f"{signs.count('+'):5} {signs.count('-'):7}" if signs else " " * 13
         title = re.sub(r'^"""(Step \d+, )?|\.$', "", text.splitlines()[0])
         title = title if name in NAMES else title[0].lower() + title[1:]
@@ -60,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", nargs="?", choices=NAMES[1:])
+    parser.add_argument("step", nargs="?", choices=BEFORE)
     parser.add_argument("symbols", nargs="*", help="functions, methods and classes, such as Bucket.ready")
     options = parser.parse_args()
     lines = difference(options.step, *options.symbols) if options.step else table()

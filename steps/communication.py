@@ -18,14 +18,27 @@ group: dict[str, Any] = {}  # for each axis, this rank's group,
 size: dict[str, int] = {}  # the number of its members,
 rank: dict[str, int] = {}  # and this rank's index among them
 
+# Sizes that work, in any combination: they split sequences, layers, tokens and heads evenly.
+SIZES = {"dp": [1, 2, 4], "pp": [1, 2, 3, 4, 5], "cp": [1, 2, 4, 8], "tp": [1, 2, 4]}
+
+
+def check_sizes(**sizes: int) -> None:
+    """End the program with a sentence, unless all sizes work and there are as many processes as they need."""
+    ranks, processes = math.prod(sizes.values()), dist.get_world_size()
+    wrong = [f"{axis} {n} does not work; use one of {SIZES[axis]}" for axis, n in sizes.items() if n not in SIZES[axis]]
+    if ranks != processes and not wrong:
+        wrong = [f"the sizes {sizes} need --nproc_per_node {ranks}, not {processes}"]
+    if wrong and dist.get_rank() == 0:
+        print("\n".join(wrong))
+    if wrong:
+        raise SystemExit  # with status 0, because torchrun adds a page of its own to any other
+
 
 def make_groups(sizes: dict[str, int], *axes: str) -> None:
     """Number the ranks like the elements of an array with these sizes, and make the groups of each axis.
 
     The members of a group differ in the dimensions that the axis names, such as "tp" or "cp_dp", and share the others.
     """
-    if math.prod(sizes.values()) != dist.get_world_size():
-        raise ValueError(f"the sizes {sizes} need {math.prod(sizes.values())} processes, not {dist.get_world_size()}")
     grid = torch.arange(dist.get_world_size()).view(*sizes.values())
     for axis in axes:
         dims = [dim for dim, name in enumerate(sizes) if name in axis.split("_")]
@@ -112,6 +125,7 @@ def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> N
         parser.add_argument(f"--{axis}", type=int, default=1)
     sizes = vars(parser.parse_args())
     dist.init_process_group("gloo")
+    check_sizes(**sizes)
     _, losses = train(**sizes)
     if dist.get_rank() == 0:
         llama.print_losses(losses)

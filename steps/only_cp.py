@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steps import llama
+from steps import communication, llama
 
 
 class Send(torch.autograd.Function):
@@ -75,6 +75,7 @@ def train() -> tuple[nn.Module, list[float]]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    communication.check_sizes(cp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:
         llama.print_losses(trained[1])

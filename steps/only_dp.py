@@ -7,31 +7,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steps import llama
+from steps import communication, llama
+from steps.s1_one_process import train_step
 
 
 def train() -> tuple[nn.Module, list[float]]:
-    """Train. Returns the model, the same on all ranks, and the loss of each step."""
+    """Train. Returns the model and the loss of each step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = llama.make_model()  # the same weights on all ranks, because all draw them with the same seed
+    model = llama.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
     losses = []
     for batch in llama.make_batches():
-        rows = batch.chunk(size)[rank]  # (BATCH/dp, T + 1)
-        loss = llama.loss_fn(model(rows[:, :-1]), rows[:, 1:])  # this rank's part of the mean over the whole batch
-        loss.backward()
+        rows = batch.view(size, llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank]  # (micro-batch, B, T + 1)
+        loss = train_step(model, list(zip(rows[..., :-1], rows[..., 1:], strict=True)))
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)  # in place: now the gradient of the whole batch
-        optimizer.step()  # the same update on all ranks
+        optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item())
+        dist.all_reduce(loss)
+        losses.append(loss.item())
     return model, losses
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    communication.check_sizes(dp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:
         llama.print_losses(trained[1])

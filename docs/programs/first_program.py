@@ -1,9 +1,10 @@
-"""A first program in plain torch: a sum over all ranks, a ring of messages, and a sum over pairs of ranks."""
+"""A first program in plain torch: a sum over all ranks, a ring of messages, a sum over pairs."""
 
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+# Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets.
+dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
 
 x = torch.full((2,), float(rank))
@@ -14,12 +15,15 @@ messages = [
     dist.P2POp(dist.isend, torch.full((2,), float(rank)), (rank + 1) % n),  # peers are global ranks
     dist.P2POp(dist.irecv, received, (rank - 1) % n),
 ]
-for work in dist.batch_isend_irecv(messages):  # starts all of them: if every rank first sent, all could wait forever
+# Starts all messages: if every rank first sent, all could wait forever.
+for work in dist.batch_isend_irecv(messages):
     work.wait()  # until then, do not read `received`, and do not write to the tensor that is sent
 
-pairs = [dist.new_group([i, i + 1]) for i in range(0, n, 2)]  # every rank makes every group, in the same order,
-dist.all_reduce(x, group=pairs[rank // 2])  # but only the members of a group communicate in it
+# Every rank makes every group, in the same order; only the members of a group communicate in it.
+pairs = [dist.new_group([i, i + 1]) for i in range(0, n, 2)]
+dist.all_reduce(x, group=pairs[rank // 2])
 
-print(f"{rank} {x.tolist()} {received.tolist()}\n", end="")  # in one piece, because all ranks print at the same time
+# In one piece, because all ranks print at the same time:
+print(f"{rank} {x.tolist()} {received.tolist()}\n", end="")
 dist.barrier()  # no rank ends while another one still communicates with it
 dist.destroy_process_group()

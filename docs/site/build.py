@@ -80,9 +80,10 @@ def landing(checkout: Checkout) -> str:
     runs = re.findall(r'"(\d+) (s[1-9]_\w+) ([^"]*)"', shown)
     cells = [f"<td>{name}</td><td>{options}</td><td>{ranks}</td><td>{loss[1]}</td>" for ranks, name, options in runs]
     return Template((HERE / "landing.html").read_text()).substitute(
-        lines=len(program.splitlines()),
-        model=len((ROOT / "steps/llama.py").read_text().splitlines()),
-        communication=len((ROOT / "steps/communication.py").read_text().splitlines()),
+        **{
+            name: len((ROOT / f"steps/{name}.py").read_text().splitlines())
+            for name in ("s9_cp", "llama", "communication")
+        },
         code=checkout.link("steps/s9_cp.py"),
         program=block(program, "python"),
         losses="\n".join(f"<tr>{cell}</tr>" for cell in cells),

@@ -73,7 +73,7 @@ def block(text: str, language: str) -> str:
     session = re.fullmatch(r"\$ ((?:.*\\\n)*.*)\n?((?:.*\n?)*)", text.removesuffix("\n"))
     if language == "console" and session:
         output = html.escape(session[2])
-        if session[1].startswith("python -m steps s"):  # prints a difference
+        if session[1].startswith("python -m steps "):  # prints a difference
             output = difference(output)
         code = f'<span class="command">{coloured(session[1], "bash")}</span>\n{output}'
     elif language == "diff":

@@ -4,11 +4,13 @@ import contextlib
 import functools
 import importlib
 import math
+import runpy
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
-from steps import communication, llama
+from steps import clip, communication, llama
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("only_dp", {"dp": 2}),
@@ -33,7 +35,7 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("s9_cp", {"dp": 1, "pp": 2, "cp": 2, "tp": 1}),
     *(
         (step, dict(zip(("dp", "pp", "cp", "tp"), sizes, strict=True)))
-        for step in ("s10_ep", "s11_muon")
+        for step in ("s10_ep", "s11_muon", "clip")
         for sizes in ((1, 1, 1, 1), (4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1))
     ),
 ]
@@ -108,6 +110,8 @@ def expected(step: str) -> Result:
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
+        if step == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), clip.MAX_NORM)
         with without_bfloat16():
             for optimizer in optimizers:
                 optimizer.step()
@@ -133,7 +137,7 @@ def global_name(name: str, held: int, dp_rank: int) -> str:
 @pytest.mark.parametrize(("step", "sizes"), LAYOUTS, ids=lambda value: value if isinstance(value, str) else None)
 def test_step_trains_like_transformers(pool: WorkerPool, step: str, sizes: dict[str, int]) -> None:
     """All ranks have the losses of one process, and its weights or the shards of their index in the tp group."""
-    losses, weights = expected(step if step in MORE_THAN_LLAMA else "s1_one_process")
+    losses, weights = expected(step if step in {*MORE_THAN_LLAMA, "clip"} else "s1_one_process")
     ranks = math.prod(sizes.values())
     results, tp, dp = pool.run(train, ranks, step, sizes), sizes.get("tp", 1), sizes.get("dp", 1)
     seen = set()
@@ -147,3 +151,30 @@ def test_step_trains_like_transformers(pool: WorkerPool, step: str, sizes: dict[
             assert (dim is None) == (tp == 1 or "_proj" not in name)
             seen.add(name)
     assert seen == weights.keys()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "ranks", "sentence"),
+    [
+        ("only_dp", "", 3, "dp 3 does not work; use one of [1, 2, 4]"),
+        ("only_tp", "", 3, "tp 3 does not work; use one of [1, 2, 4]"),
+        ("only_pp", "", 6, "pp 6 does not work; use one of [1, 2, 3, 4, 5]"),
+        ("only_cp", "", 3, "cp 3 does not work; use one of [1, 2, 4, 8]"),
+        ("s2_tp", "--tp 8", 8, "tp 8 does not work; use one of [1, 2, 4]"),
+        ("s8_1f1b", "--pp 6", 6, "pp 6 does not work; use one of [1, 2, 3, 4, 5]"),
+        ("s9_cp", "--dp 3 --cp 3", 9, "dp 3 does not work; use one of [1, 2, 4]\ncp 3 does not work; use one of [1, 2, 4, 8]"),
+        ("s9_cp", "--tp 1", 2, "the sizes {'dp': 1, 'pp': 1, 'cp': 1, 'tp': 1} need --nproc_per_node 1, not 2"),
+    ],
+)  # fmt: skip
+def test_wrong_sizes_end_in_a_sentence(
+    program: str, options: str, ranks: int, sentence: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr("sys.argv", [program, *options.split()])
+    for rank, printed in enumerate([sentence + "\n", ""]):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(f"steps.{program}", run_name="__main__")
+        assert (end.value.code, capsys.readouterr().out) == (None, printed)
