@@ -13,7 +13,7 @@ picotron/tensor_parallel/tensor_parallel.py           apply_tensor_parallel RowP
 picotron/pipeline_parallel/pipeline_parallel.py       train_step_pipeline_1f1b forward_step PipelineParallel.forward PipelineParallel.backward
 picotron/pipeline_parallel/pp_communications.py       bidirectional_pipeline_communicate _exchange
 picotron/model/llama.py                               Llama.forward Llama.run_layers Attention.forward
-picotron/tensor_parallel/tp_communications.py         leave ConjugatePair
+picotron/tensor_parallel/tp_communications.py         leave Pair
 picotron/tensor_parallel/overlapped.py                ColumnParallel
 picotron/context_parallel/context_parallel.py         attend_across_ranks RingAttention
 picotron/context_parallel/cp_communications.py        ring start_ring_step

@@ -74,7 +74,7 @@ def identity(x: Tensor, group: Group) -> Finish:
     return lambda: x
 
 
-class ConjugatePair(torch.autograd.Function):
+class Pair(torch.autograd.Function):
     """forward: one collective of a pair. backward: the other one. `where` is the group and, where it matters, `dim`."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class ConjugatePair(torch.autograd.Function):
 
 
 def pair(start: Start, start_backward: Start) -> Callable[..., Tensor]:
-    return functools.partial(ConjugatePair.apply, start, start_backward)
+    return functools.partial(Pair.apply, start, start_backward)
 
 
 # Korthikanti et al. 2022: arXiv:2205.05198; Shoeybi et al. 2019: arXiv:1909.08053.
