@@ -117,7 +117,7 @@ MISTAKES: dict[str, Mistake] = {
     "nan_becomes_zero": Mistake(BFLOAT16, "torch.where(values.isfinite(), rounded, values)", "rounded", BFLOAT16_TESTS),
     "norm_of_one_stage": Mistake(OPTIMIZER, "all_reduce(square, grid.pp_group)", "pass", ("fuzz", "step pp2")),
     "norm_counts_replicas": Mistake(
-        OPTIMIZER, "replicas.append(grid.tp_world_size if shard is None else shard.replicas)", "replicas.append(1)",
+        OPTIMIZER, "math.sqrt(tp if shard is None else shard.replicas)", "1.0",
         ("fuzz", "step tp2"),
     ),
     "norm_counts_tied_embedding_twice": Mistake(
@@ -316,8 +316,9 @@ MISTAKES: dict[str, Mistake] = {
         BATCHES, "needs_weights = check_batches(", "needs_weights = not check_batches(", FUZZ,
     ),
     "rows_skip_a_token": Mistake(
-        "picotron/data/rows.py", "start = i * self.seq_length\n",
-        "start = min(i * (self.seq_length + 1), len(self.tokens) - 1 - self.seq_length)\n", FUZZ,
+        "picotron/data/rows.py", "tokens = self.tokens[i * self.seq_length : (i + 1) * self.seq_length + 1]\n",
+        "start = min(i * (self.seq_length + 1), len(self.tokens) - 1 - self.seq_length)\n"
+        "        tokens = self.tokens[start : start + self.seq_length + 1]\n", FUZZ,
     ),
     "parts_tokenised_separately": Mistake(
         "workbench/prepare/token_characters.py", "        if not self.is_fast:\n            return [",
