@@ -277,7 +277,7 @@ def settings(runs: Sequence[Run]) -> list[str]:
     combinations = [{key: varied[key][i] for key in keys} for i in range(len(runs))]
     distinct = {canonical_json(each): each for each in combinations}
     names = dict(zip(distinct, folder_names(list(distinct.values())), strict=True))
-    return [names[canonical_json(each)] or "all runs" for each in combinations]
+    return [names[canonical_json(each)] or ("all runs" if len(runs) > 1 else runs[0].name) for each in combinations]
 
 
 def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], figure: Any) -> None:

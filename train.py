@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
-from picotron.data.rows import Samples, Text
-from picotron.data.token_files import has_token_files, load_token_files, targets_and_bytes
+from picotron.data.token_files import Prepare, has_token_files, load_data, targets_and_bytes
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
 from picotron.optimizer.learning_rate import make_scheduler
@@ -64,20 +63,6 @@ def check(config: Config) -> tuple[PreTrainedConfig, Any]:
 
         return check_run(config, plan_pipeline)
     return check_run(config)[0], None
-
-
-def load_data(config: Config, model_config: PreTrainedConfig, trained: Path | None) -> tuple[Text | Samples, Path]:
-    """Map the data set of a config into memory. Every rank must call this. Returns the data and the tokenizer's folder.
-
-    Args:
-        trained: folder of the tokenizer with which the model was trained so far, or None.
-    """
-    folder = Path(config.dataset.name)
-    if not has_token_files(folder):
-        from workbench.prepare.tokens import prepare  # needed for text only, which one process per machine tokenises
-
-        folder = prepare(config, model_config, trained)
-    return load_token_files(folder, config, model_config, trained)
 
 
 def make_pipeline(
@@ -129,12 +114,12 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
 
     # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)
-    data, tokenizer = load_data(config, model_config, checkpoint.tokenizer if checkpoint else None)
-    other = None
-    if name := config.dataset.eval_name:
-        evaluation = config.for_data(name, str(tokenizer), config.dataset.eval_split)
-        other, _ = load_data(evaluation, model_config, tokenizer)
-    train_rows, eval_rows = split_train_eval(data, config, other)
+    prepare: Prepare | None = None
+    if not all(has_token_files(Path(name)) for name in (config.dataset.name, config.dataset.eval_name) if name):
+        from workbench.prepare.tokens import prepare  # for text, which one process per machine tokenises
+    trained = checkpoint.tokenizer if checkpoint else None
+    data, evaluation, tokenizer = load_data(config, model_config, trained, prepare)
+    train_rows, eval_rows = split_train_eval(data, config, evaluation)
     fingerprint = data_fingerprint(train_rows, config)
     progress = checkpoint.progress(fingerprint, training) if checkpoint else Progress()
     data_loader = MicroBatchDataLoader(train_rows, config, device, progress.samples)

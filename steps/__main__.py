@@ -51,7 +51,7 @@ def table() -> Iterator[str]:
     yield f"{'':14} {'lines':>5} {'added':>5} {'removed':>7}"
     for name in [*NAMES, "clip", *sorted(path.stem for path in FOLDER.glob("only_*.py")), "llama", "communication"]:
         text = (FOLDER / f"{name}.py").read_text()
-        signs = [line[:1] for line in difference(name)] if name in BEFORE else []
+        signs = [line[:1] for line in difference(name)] if name in NAMES[1:] else []
         changes = f"{signs.count('+'):5} {signs.count('-'):7}" if signs else " " * 13
         title = re.sub(r'^"""(Step \d+, )?|\.$', "", text.splitlines()[0])
         title = title if name in NAMES else title[0].lower() + title[1:]

@@ -23,7 +23,7 @@ from picotron import parallelize
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
-from picotron.data.token_files import load_token_files
+from picotron.data.token_files import load_data
 from picotron.data_parallel import zero1
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
@@ -76,12 +76,8 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     checkpoint = find_checkpoint(config, model_config)
     fingerprint, tokenizer, eval_loader = "", Path(config.model.name), None
     if not is_own:
-        data, tokenizer = load_token_files(prepare(config, model_config), config, model_config)
-        other = None
-        if name := config.dataset.eval_name:
-            evaluation = config.for_data(name, str(tokenizer))
-            other, _ = load_token_files(prepare(evaluation, model_config), evaluation, model_config)
-        train_rows, eval_rows = split_train_eval(data, config, other)
+        data, evaluation, tokenizer = load_data(config, model_config, None, prepare)
+        train_rows, eval_rows = split_train_eval(data, config, evaluation)
         eval_batches = len(eval_rows) // config.global_batch_size
         fingerprint = data_fingerprint(train_rows, config)
         if eval_rows:

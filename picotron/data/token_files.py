@@ -9,6 +9,7 @@ token_files.json              see `TokenFiles`
 import hashlib
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ KEYS_OF_TEXT = (
     "dataset.mixture", "dataset.subset_name", "dataset.split", "dataset.num_proc", "dataset.assistant_turns",
     "dataset.add_start_token", "training.num_samples", "model.tokenizer",
 )  # fmt: skip
+Prepare = Callable[[Config, PreTrainedConfig, Path | None], Path]
 DECODED = 2**20  # tokens that are decoded at a time
 CONTEXT = 16  # tokens before a row, more than the bytes of a character
 
@@ -61,6 +63,35 @@ def digest_of(folder: Path) -> str:
         with path.open("rb") as file:
             sums[str(path.relative_to(folder))] = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:24]
+
+
+def load_data(
+    config: Config, model_config: PreTrainedConfig, trained: Path | None, prepare: Prepare | None
+) -> tuple[Text | Samples, Text | Samples | None, Path]:
+    """Map the data set of a config into memory, and the one for evaluations. Every rank must call this.
+
+    Args:
+        trained: folder of the tokenizer with which the model was trained so far, or None.
+        prepare: function that writes the token files of a data set, if one of them is not token files.
+
+    Returns:
+        The data, those of `eval_name` or None, and the tokenizer's folder.
+
+    Raises:
+        UserError: see `load_token_files`.
+    """
+
+    def load(config: Config, trained: Path | None) -> tuple[Text | Samples, Path]:
+        folder = Path(config.dataset.name)
+        if prepare and not has_token_files(folder):
+            folder = prepare(config, model_config, trained)
+        return load_token_files(folder, config, model_config, trained)
+
+    data, tokenizer = load(config, trained)
+    if config.dataset.eval_name is None:
+        return data, None, tokenizer
+    evaluation = config.for_data(config.dataset.eval_name, str(tokenizer), config.dataset.eval_split)
+    return data, load(evaluation, tokenizer)[0], tokenizer
 
 
 def load_token_files(

@@ -194,8 +194,8 @@ def squared_norms(model: nn.Module) -> dict[str, Tensor]:
     """Complete the gradients, and return this rank's share of each one's squared norm, by the parameter's name, as
     scalars in float64 on the device.
 
-    The shares of the tp and pp ranks sum up to the squared norm; with ZeRO, those of the data-parallel ranks, too. A
-    gradient that several ranks hold counts once: a copy of a tied weight has no share, and replicas have equal ones.
+    The shares of the tp and pp ranks add up to the squared norm; with ZeRO, the data-parallel ranks also have shares. A
+    gradient that several ranks hold counts once: a copy of a tied weight has no share, and replicas have equal shares.
     """
     complete_gradients(model)
     found = {

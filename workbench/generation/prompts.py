@@ -51,17 +51,20 @@ def read_prompts(path: Path) -> dict[str, Prompt]:
 
 
 def prompt_in(record: dict[str, Any]) -> Any:
-    """Return the value of the first key of a record that names a prompt: "prompt", "messages", or "conversations" as in
-    ShareGPT; None without one.
+    """Return the value of the key of a record that holds a prompt: "prompt", "messages", or "conversations" as in
+    ShareGPT. Returns None if there is none of them. Raises a UserError if there are several.
     """
-    return next((record[name] for name in PROMPT_KEYS if record.get(name) is not None), None)
+    names = [name for name in PROMPT_KEYS if record.get(name) is not None]
+    if len(names) > 1:
+        raise UserError(f"has the keys {' and '.join(names)}, of which only one can be the prompt; remove the other")
+    return record[names[0]] if names else None
 
 
 def prompt_of(record: Any) -> Prompt:
     """Return the prompt of a record, a text or messages, without the record's other keys, see `prompt_in`.
 
     Raises:
-        UserError: the record has no prompt.
+        UserError: the record has no prompt, or several.
     """
     value = prompt_in(record) if isinstance(record, dict) else None
     is_text = isinstance(value, str) and record.get("prompt") is not None  # not JSON, also if it begins with a bracket

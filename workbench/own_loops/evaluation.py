@@ -8,15 +8,15 @@ import torch.distributed as dist
 from picotron.config import Config
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.token_files import targets_and_bytes
+from picotron.data.token_files import load_data, targets_and_bytes
 from picotron.data.whole import whole_rows
 from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.checkpoint.checkpoint import find_checkpoint
 from picotron.run.launch import init_process_group, set_up_device
 from picotron.run.metrics import evaluation_record
-from workbench.own_loops.trainer import load_data
 from workbench.pipelines.engine import check_run, make_evaluation
+from workbench.prepare.tokens import prepare
 
 
 def evaluate(config: Config, name: str) -> None:
@@ -38,7 +38,7 @@ def evaluate(config: Config, name: str) -> None:
         raise UserError("--evaluate needs a model: set checkpoint.load_path, or model.pretrained to true")
     tokenizer = str(checkpoint.tokenizer) if checkpoint.tokenizer else config.model.tokenizer
     config = config.for_data(name, tokenizer)
-    data, folder = load_data(config, model_config, checkpoint.tokenizer)
+    data, _, folder = load_data(config, model_config, checkpoint.tokenizer, prepare)
     rows = whole_rows(data, config, name)
     batches = len(rows) // config.global_batch_size
     loader = MicroBatchDataLoader(rows, config, device, shuffle=False, batches=batches)

@@ -27,8 +27,8 @@ from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError, print_line
 from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
-from picotron.data.rows import Rows, Samples, Text
-from picotron.data.token_files import has_token_files, load_token_files
+from picotron.data.rows import Rows
+from picotron.data.token_files import load_data
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import placement
 from picotron.model.weights import initial_weights
@@ -99,17 +99,9 @@ def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | No
     Args:
         trained: see `prepare`.
     """
-    tokens, tokenizer = load_data(config, model_config, trained)
+    tokens, _, tokenizer = load_data(config, model_config, trained, prepare)
     rows, _ = split_train_eval(tokens, config)
     return Data(data_fingerprint(rows, config), tokenizer, rows)
-
-
-def load_data(config: Config, model_config: PreTrainedConfig, trained: Path | None) -> tuple[Text | Samples, Path]:
-    """Map the data set of the config into memory, as train.py does."""
-    folder = Path(config.dataset.name)
-    if not has_token_files(folder):
-        folder = prepare(config, model_config, trained)
-    return load_token_files(folder, config, model_config, trained)
 
 
 @contextlib.contextmanager
