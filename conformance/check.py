@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pickle
 import re
 import subprocess
@@ -16,10 +17,11 @@ from conformance.case import AXES, Case, sizes_of
 from conformance.chapters import cases_of
 from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
+from conformance.precision import check_precision
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, run_reference
 from conformance.result import Result
-from conformance.rounding import bounds
+from conformance.rounding import limits_of
 from conformance.trace import Trace
 from conformance.trace_recorder import Record, Recorder
 
@@ -184,6 +186,8 @@ class Checker:
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
             results = [dataclasses.replace(results[0], weights=read_weights(case)[0].weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)
+        if limits is not None and (difference is None or math.isfinite(difference.error)):
+            difference = check_precision(case, results, right, limits) or difference
         if difference is None and case.exports:
             difference = check_export(case, right)
         row.errors = {kind: max(error, row.errors.get(kind, 0.0)) for kind, error in errors.items()}
@@ -211,11 +215,11 @@ class Checker:
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}"
 
     def reference(self, case: Case) -> tuple[Reference, Any]:
-        """Return the reference of a case, and the bounds of its dtype, from those of an earlier layout if possible."""
+        """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible."""
         key = self.key(case)
         if key not in self.known:
             right = run_reference(case)
-            self.known[key] = right, None if case.dtype == "float64" else bounds(case, right)
+            self.known[key] = right, None if case.dtype == "float64" else limits_of(case, right)
         return self.known[key]
 
     def records_of(self, case: Case) -> list[Record]:

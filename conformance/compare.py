@@ -12,8 +12,23 @@ from conformance.reference import Reference
 from conformance.result import Part, Result
 
 LIMIT = 1e-9  # largest relative error in float64
-Key = tuple[str, Any]  # ("loss", step) or ("gradient", name of the parameter)
+Key = tuple[str, Any]  # ("loss", step) or ("gradient", (name of the parameter, step))
 Error = Callable[[Tensor, Tensor, Tensor], float]
+
+
+@dataclasses.dataclass
+class Limits:
+    """What rounding to a narrow dtype explains.
+
+    Args:
+        errors: the largest error of each number and tensor.
+        shares: of the parameters in `bias`, by step and kind (`gradient`, `update`).
+        biases: its largest value.
+    """
+
+    errors: dict[Key, float]
+    shares: dict[Key, dict[str, float]]
+    biases: dict[Key, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,22 +95,22 @@ def errors_of_reference(found: Reference, right: Reference) -> dict[Key, float]:
 
 
 def compare(
-    results: Sequence[Result], right: Reference, first_step: int = 0, bounds: Mapping[Key, float] | None = None
+    results: Sequence[Result], right: Reference, first_step: int = 0, limits: Limits | None = None
 ) -> tuple[dict[str, float], Difference | None]:
     """Compare the ranks' results with the reference, in the order in which a training step computes it.
 
     Args:
         results: results of the ranks, see `Result.local`.
         first_step: number of steps before the first one that was compared.
-        bounds: bounds for narrow dtypes; None: LIMIT in float64.
+        limits: those of a narrow dtype; None: LIMIT in float64.
 
     Returns:
         The largest error of each kind of result, and the first difference, or None if all are equal.
     """
     errors: dict[str, float] = {}
-    error_of = largest_error if bounds is None else mean_error
+    error_of = largest_error if limits is None else mean_error
     for key, error, difference in measure(results, right, first_step + 1, error_of):
-        bound = LIMIT if bounds is None else bounds.get(key, 0.0)
+        bound = LIMIT if limits is None else limits.errors.get(key, 0.0)
         errors[key[0]] = max(errors.get(key[0], 0.0), error)
         if not error <= bound:
             return errors, dataclasses.replace(difference, error=error, bound=bound)
@@ -111,10 +126,11 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
     last = step + len(right.losses) - 1
     for i in range(len(right.losses)):
         for what, field in kinds.items():
-            if what == "gradient norm" and i == 0:
-                yield from of_tensors("gradient", results, right.gradients, {}, step, error_of)
+            if what == "gradient norm" and i < max(len(each.gradients) for each in results):
+                found = [each.gradients[i] if i < len(each.gradients) else {} for each in results]
+                yield from of_tensors("gradient", found, right.gradients[i], {}, step + i, error_of)
             yield from of_numbers(what, [getattr(each, field) for each in results], getattr(right, field), i, step + i)
-    yield from of_tensors("weight", results, right.weights, right.initial, last, error_of)
+    yield from of_tensors("weight", [each.weights for each in results], right.weights, right.initial, last, error_of)
     for rank, result in enumerate(results):
         for i, tokens in enumerate(result.tokens):
             for place, (a, b) in enumerate(zip(tokens, right.tokens[i] if i < len(right.tokens) else (), strict=False)):
@@ -148,14 +164,13 @@ def of_numbers(what: str, lists: list[Sequence[float]], right: Sequence[float], 
 
 def of_tensors(
     what: str,
-    results: Sequence[Result],
+    of_ranks: Sequence[Mapping[str, Any]],
     right: Mapping[str, Tensor],
     initial: Mapping[str, Tensor],
     step: int,
     error_of: Error,
 ) -> Measured:
     """Measure tensors. With `mean_error`, the error of a weight is relative to its update."""
-    of_ranks: list[Mapping[str, Any]] = [each.gradients if what == "gradient" else each.weights for each in results]
     if not any(of_ranks):
         if what == "weight" and right:
             yield (what, None), math.inf, Difference(what, step, hint="no rank returned it")
@@ -164,7 +179,7 @@ def of_tensors(
     for rank, found in enumerate(of_ranks):
         for unknown in found.keys() - right.keys() - tied.keys():
             hint = f"the model has no parameter {unknown}"
-            yield (what, unknown), math.inf, Difference(what, step, (rank,), hint=hint)
+            yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
     for name, whole in right.items():
         missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
         if error_of is mean_error and name in initial:
@@ -176,17 +191,17 @@ def of_tensors(
                 try:
                     expected = part.of(whole)
                 except IndexError as wrong:
-                    yield (what, name), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
+                    yield (what, (name, step)), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
                     return
                 part.of(missing).fill_(False)
                 if not part.tensor.numel():
                     continue
                 actual = part.tensor.to(torch.float64)
                 error = error_of(actual, expected.double(), scale.double())
-                yield (what, name), error, place_of(what, step, rank, name, part, actual, expected, whole)
+                yield (what, (name, step)), error, place_of(what, step, rank, name, part, actual, expected, whole)
         if missing.any():
             index = tuple(missing.nonzero()[0].tolist())
-            yield (what, name), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")
+            yield (what, (name, step)), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")
 
 
 def place_of(

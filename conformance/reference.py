@@ -17,7 +17,7 @@ from conformance.result import Result
 class Reference(Result):
     """Results of the reference: whole tensors; `initial` has the weights before the first step."""
 
-    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     initial: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -50,22 +50,27 @@ def train(
     device = next(iter(parameters.values())).device
     optimizer = adamw(parameters.values(), case)
 
-    def loss_of(batch: Batch) -> Tensor:
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss and the logits."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        with torch.autocast(device.type, autocast, enabled=autocast is not None), rounding or contextlib.nullcontext():
             logits = logits_of(model, batch)
         weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
-        return (token_losses(logits, batch["target_ids"], case.loss) * weights).sum() / weights.sum()
+        return (token_losses(logits, batch["target_ids"], case.loss) * weights).sum() / weights.sum(), logits
 
     for step in range(case.last_step):
         for group in optimizer.param_groups:
             group["lr"] = case.learning_rates[step]
         optimizer.zero_grad()
-        with rounding or contextlib.nullcontext():
-            loss = loss_of(batch_of(step))
+        loss, logits = forward(batch_of(step))
+        if rounding is None:
             loss.backward()
-        if step == case.first_step:
-            found.gradients = {name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None}
+        else:  # the loss is computed in float32
+            (gradient,) = torch.autograd.grad(loss, logits)
+            with rounding:
+                logits.backward(gradient * 1)
+        if step >= case.first_step:
+            found.gradients.append({name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None})
         limit = math.inf if case.max_grad_norm is None else case.max_grad_norm
         norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
         optimizer.step()
@@ -75,8 +80,8 @@ def train(
             found.losses.append(loss.item())
             found.grad_norms.append(norm)
             if case.evaluates:
-                with torch.no_grad(), rounding or contextlib.nullcontext():
-                    found.evaluations.append(loss_of(batch_of(-1)).item())
+                with torch.no_grad():
+                    found.evaluations.append(forward(batch_of(-1))[0].item())
     found.weights = copies(model)
     if case.new_tokens:
         found.tokens = continued(model, case.prompts(), case.new_tokens)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -45,8 +46,9 @@ class Result:
     Args:
         losses: loss of each step's global batch.
         grad_norms: norm of all gradients of each step, before clipping.
-        gradients: gradients of the first step before clipping, by transformers' names of the parameters: whole tensors,
-            DTensors or `Part`s. An adapter without access to gradients leaves them out.
+        gradients: gradients of each step before clipping, by transformers' names of the parameters: whole tensors,
+            DTensors or `Part`s. It can have the first step's only; an adapter without access to gradients leaves them
+            out.
         weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter
             that writes a model folder to `case.output` can leave them out.
         evaluations: loss of the evaluation batch after each step.
@@ -55,14 +57,16 @@ class Result:
 
     losses: list[float] = dataclasses.field(default_factory=list)
     grad_norms: list[float] = dataclasses.field(default_factory=list)
-    gradients: Tensors = dataclasses.field(default_factory=dict)
+    gradients: Sequence[Tensors] = ()
     weights: Tensors = dataclasses.field(default_factory=dict)
     evaluations: list[float] = dataclasses.field(default_factory=list)
     tokens: Sequence[Sequence[int]] = ()
 
     def local(self) -> "Result":
         """Return the same with plain tensors only, on the CPU."""
-        gradients, weights = ({name: as_part(x) for name, x in each.items()} for each in (self.gradients, self.weights))
+        given: Any = self.gradients
+        given = [given] if isinstance(given, Mapping) else given  # of the first step
+        *gradients, weights = ({name: as_part(x) for name, x in each.items()} for each in (*given, self.weights))
         return dataclasses.replace(self, gradients=gradients, weights=weights)
 
 

@@ -16,35 +16,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from conformance.case import Case
-from conformance.compare import Key, errors_of_reference
+from conformance.compare import Key, Limits, errors_of_reference
+from conformance.precision import Factors, bias, factors_of
 from conformance.reference import Reference, train
 
 RUNS = 12
-DEVIATIONS = {"number": 6, "tensor": 2}
+DEVIATIONS = {"number": 6, "tensor": 1.5}
 # A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases. The error of a
-# tensor is a mean over its elements, which varies little: twice this mean allows for four times the roundings.
+# tensor is a mean over its elements, which varies little: 1.5 times this mean allows for twice the roundings.
+WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in every dtype, as the loss does
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "embedding")
 
 
 class Rounding(TorchDispatchMode):
     """Context in which results get a random relative error of at most half a unit in the last place of a dtype. The
-    operands of matrix products get one, too, because they are cast to this dtype before. The errors are the same in
-    each step: weights that hardly change are rounded in the same way each time.
+    operands of matrix products get one, too, because they are cast to this dtype before.
+
+    Args:
+        model: the model, whose modules `WIDE` only round their outputs.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, model: nn.Module) -> None:
         super().__init__()
-        self.unit, self.seed, self.generator = torch.finfo(dtype).eps / 2, seed, torch.Generator()
+        self.unit, self.generator = torch.finfo(dtype).eps / 2, torch.Generator().manual_seed(seed)
+        self.is_wide, self.dtype = False, dtype
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        for module in model.modules():
+            if type(module).__name__.endswith(WIDE):
+                module.register_forward_pre_hook(self.widen)
+                module.register_forward_hook(self.narrow)
 
-    def __enter__(self) -> Any:
-        self.generator.manual_seed(self.seed)
-        return super().__enter__()
+    def widen(self, *_: object) -> None:
+        self.is_wide = True
+
+    def narrow(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        self.is_wide = False
+        return tree_map_only(Tensor, lambda x: x * 1, output)  # rounds
 
     def round_(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
+        if self.is_wide or not x.is_floating_point():
             return x
-        noise = torch.rand(x.shape, dtype=x.dtype, generator=self.generator)
-        return x.mul_(1 + self.unit * (2 * noise - 1))
+        return x.add_(x * torch.empty(x.shape).uniform_(-self.unit, self.unit, generator=self.generator))
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Cast a weight to the dtype; the result of an operation has got its error."""
+        is_weight = x.untyped_storage().data_ptr() in self.weights
+        return x.to(self.dtype).to(x.dtype) if is_weight else x
 
     @torch.no_grad()
     def round_weights(self, model: nn.Module) -> None:
@@ -56,19 +73,33 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
-            args = tree_map_only(Tensor, lambda x: self.round_(x.clone()), args)
+            args = tree_map_only(Tensor, self.cast, args)
         found = func(*args, **(kwargs or {}))
         is_view = any(each.alias_info is not None for each in func._schema.returns)
         return found if is_view else tree_map_only(Tensor, self.round_, found)
 
 
-def bounds(case: Case, right: Reference) -> dict[Key, float]:
-    """Return the largest error that rounding to the dtype of a case explains, for each number and tensor."""
-    squares: dict[Key, float] = {}
+def limits_of(case: Case, right: Reference) -> Limits:
+    """Return what rounding to the dtype of a case explains."""
+    errors, factors = dict[Key, list[float]](), list[Factors]()
     exact = dataclasses.replace(case, dtype="float64")
     for seed in range(RUNS):
-        found = train(exact.model(), exact, case.batch, rounding=Rounding(case.torch_dtype, seed))
+        model = exact.model()
+        found = train(model, exact, case.batch, rounding=Rounding(case.torch_dtype, seed, model))
         for key, error in errors_of_reference(found, right).items():
-            squares[key] = squares.get(key, 0.0) + error**2
-    kinds = {key: "tensor" if isinstance(key[1], str) else "number" for key in squares}
-    return {key: DEVIATIONS[kinds[key]] * math.sqrt(square / RUNS) for key, square in squares.items()}
+            errors.setdefault(key, []).append(error)
+        factors.append(factors_of(found.gradients, found.weights, right))
+    bounds = {
+        key: DEVIATIONS["number" if isinstance(key[1], int) else "tensor"] * root_mean_square(each)
+        for key, each in errors.items()
+    }
+    shares = {
+        key: {name: root_mean_square([run[key][name] for run in factors]) ** -2 for name in names}
+        for key, names in factors[0].items()
+    }
+    spreads = {key: root_mean_square([bias(run[key], shares[key]) for run in factors]) for key in shares}
+    return Limits(bounds, shares, {key: DEVIATIONS["number"] * each for key, each in spreads.items()})
+
+
+def root_mean_square(numbers: list[float]) -> float:
+    return math.sqrt(sum(x**2 for x in numbers) / len(numbers))

@@ -131,7 +131,8 @@ class Trace:
         self.read_reference([each for each in records if each.step >= case.first_step])
         self.read_ranks()
         for rank, result in enumerate(results):
-            self.read_parts(rank, case.first_step, Phase.GRADIENTS, result.gradients, reference.gradients)
+            for step, found, right in zip(case.steps, result.gradients, reference.gradients, strict=False):
+                self.read_parts(rank, step, Phase.GRADIENTS, found, right)
             self.read_parts(rank, case.last_step - 1, Phase.UPDATE, result.weights, reference.weights)
         self.say = Sentences(self)
 

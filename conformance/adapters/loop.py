@@ -93,7 +93,8 @@ def train(
         optimizer: the optimizer; None: AdamW of the parameters.
         load, save: functions that read and write the weights and the optimizer of `case.load` and `case.output`.
     """
-    result, own = Result(), list(parameters.values())
+    gradients, own = list[Any](), list(parameters.values())
+    result = Result(gradients=gradients)
     optimizer = optimizer or adamw(own, case)
     if load is not None and case.load is not None:
         load(optimizer)
@@ -102,8 +103,7 @@ def train(
             group["lr"] = case.learning_rates[step]
         batch = case.batch(step)
         loss = backward(batch, weights_of(batch).sum())
-        if step == case.first_step:
-            result.gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         norm = clip(own, math.inf if case.max_grad_norm is None else case.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

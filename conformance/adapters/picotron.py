@@ -91,12 +91,12 @@ def run(case: Case) -> Result:
 
 
 def train(case: Case, trainer: Trainer) -> Result:
-    llama, result = unwrap(trainer.model), Result()
+    llama, gradients = unwrap(trainer.model), list[Any]()
+    result = Result(gradients=gradients)
     for step in case.steps:
         batches = trainer.split(as_packed(case.batch(step)))
         loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
-        if step == case.first_step:
-            result.gradients = {name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters()}
+        gradients.append({name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters()})
         norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
         trainer.scheduler.step()
         trainer.progress = trainer.progress.after_step(trainer.config)

@@ -179,5 +179,5 @@ def run(case: Case) -> Result:
         return found
 
     result = train(case, dict(model.named_parameters()), backward, clip)
-    result.gradients, result.weights = parts(result.gradients), parts(result.weights)
+    result.gradients, result.weights = [parts(each) for each in result.gradients], parts(result.weights)
     return result

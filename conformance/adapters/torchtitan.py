@@ -273,6 +273,6 @@ def run(case: Case) -> Result:
         return float(utils.clip_grad_norm_(own, limit, foreach=True, pp_mesh=pp_mesh))
 
     result = train(case, {n: p for part in trainer.model_parts for n, p in part.named_parameters()}, backward, clip)
-    result.gradients, result.weights = renamed(trainer, result.gradients), renamed(trainer, result.weights)
+    result.gradients, result.weights = [renamed(trainer, g) for g in result.gradients], renamed(trainer, result.weights)
     dist.barrier()
     return result

@@ -93,5 +93,5 @@ def run(case: Case) -> Result:
         return {name: Part(x, starts[name]) if name in starts else x for name, x in own.items()}
 
     result = train(case, parameters, backward, clip)
-    result.gradients, result.weights = parts(result.gradients), parts(result.weights)
+    result.gradients, result.weights = [parts(each) for each in result.gradients], parts(result.weights)
     return result

@@ -87,7 +87,6 @@ def run(case: Case) -> Result:
 
     optimizer.register_step_post_hook(gather)
     result = train(case, {"matrices": matrices.own, "others": others.own}, backward, sum_norms, optimizer)
-    of_slices = result.gradients
-    result.gradients = matrices.parts(of_slices["matrices"]) | others.parts(of_slices["others"])
+    result.gradients = [matrices.parts(g["matrices"]) | others.parts(g["others"]) for g in result.gradients]
     result.weights = named
     return result

@@ -4,9 +4,11 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from conformance import Part, Result
+from conformance import Case, Part, Result
 from conformance.__main__ import main
-from conformance.chapters import CHAPTERS
+from conformance.case import LOSSES, cross_entropy
+from conformance.chapters import CHAPTERS, cases_of
 from conformance.check import Checker
-from conformance.compare import compare
+from conformance.compare import Limits, compare
 from conformance.mistakes import MISTAKES
 from conformance.mutants import command
-from conformance.reference import Reference
+from conformance.precision import check_precision
+from conformance.reference import Reference, run_reference, train
+from conformance.rounding import Rounding, limits_of
 from conformance.worker_pool import WorkerPool
 
 DDP, ZERO1, TENSOR, PIPELINE, RING = (
@@ -56,7 +61,9 @@ def test_the_package_imports_nothing_of_picotron(path: Path) -> None:
 
 def right(**changes: object) -> Reference:
     weight = torch.arange(1, 13, dtype=torch.float64).view(3, 4)
-    base = Reference([2.0, 1.0], [3.0, 3.0], {"w": weight}, {"w": weight}, initial={"w": torch.zeros(3, 4)})
+    base = Reference(
+        [2.0, 1.0], [3.0, 3.0], [{"w": weight}, {"w": weight}], {"w": weight}, initial={"w": torch.zeros(3, 4)}
+    )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -111,9 +118,9 @@ def test_parts_are_compared_where_they_are() -> None:
     halves = [result(), result()]
     for rank, each in enumerate(halves):
         each.weights = {"w": Part(whole[:, 2 * rank : 2 * rank + 2].clone(), (0, 2 * rank))}
-        each.gradients = {"w": Part(whole.flatten()[6 * rank : 6 * rank + 6].clone(), (6 * rank,))}
+        each.gradients = [{"w": Part(whole.flatten()[6 * rank : 6 * rank + 6].clone(), (6 * rank,))}]
     assert compare(halves, right())[1] is None
-    halves[1].gradients["w"].tensor[1] += 1
+    halves[1].gradients[0]["w"].tensor[1] += 1
     assert "gradient of w[1, 3] on rank 1 is 9, not 8" in sentence(*halves)
     assert "step 1: gradient of w[1, 2]; no rank returned it" in sentence(halves[0])
 
@@ -134,11 +141,47 @@ def test_a_part_in_several_pieces_is_gathered(pool: WorkerPool) -> None:
         assert part.tensor.equal(torch.arange(16.0).view(8, 2))
 
 
-def test_narrow_dtypes_compare_updates_with_bounds() -> None:
-    bounds = dict.fromkeys([("loss", 1), ("loss", 2), ("gradient norm", 1), ("gradient norm", 2)], 1e-3)
-    bounds |= {("gradient", "w"): 0.1, ("weight", "w"): 0.1}
-    assert compare([result(weight=right().weights["w"] * 1.05)], right(), bounds=bounds)[1] is None
-    assert "bound 1.0e-01" in str(compare([result(weight=right().weights["w"] * 1.2)], right(), bounds=bounds)[1])
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Reference, Limits]:
+    case = cases_of("mixed", "dp2", "dp1", tmp_path_factory.mktemp("mixed") / "cases")[0]
+    exact = run_reference(case)
+    return case, exact, limits_of(case, exact)
+
+
+def in_bfloat16(gradient: Tensor) -> Tensor:
+    return (3 * gradient).bfloat16().double() / 3  # sums of losses, of which 3 are averaged afterwards
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_gradient", "norm", "says"),
+    [
+        ({}, None, 1.0, "None"),
+        ({"loss": "larger"}, None, 1.0, "all of them together are 1.00"),
+        ({}, in_bfloat16, 1.0, "mantissas"),
+        ({"learning_rate": 1.01e-2}, None, 1.0, "its update is 1.01 times AdamW's"),
+        ({"eps": 1.01e-2}, None, 1.0, "its update is 0.99.* times AdamW's"),
+        ({}, None, 1 + 2**-14, "gradient norm .* that of the trainer's own gradients"),
+    ],
+)
+def test_faults_below_the_rounding_of_bfloat16_are_found(
+    changes: dict[str, Any],
+    of_gradient: Callable[[Tensor], Tensor] | None,
+    norm: float,
+    says: str,
+    mixed: tuple[Case, Reference, Limits],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer is a run whose operations are rounded by other errors than those of the limits."""
+    case, exact, limits = mixed
+    monkeypatch.setitem(LOSSES, "larger", lambda *x: cross_entropy(*x) * (1 + 2**-8))
+    trained = dataclasses.replace(case, dtype="float64", **changes)
+    model = trained.model()
+    found = train(model, trained, case.batch, rounding=Rounding(torch.bfloat16, 99, model))
+    found.grad_norms = [each * norm for each in found.grad_norms]
+    if of_gradient is not None:
+        found.gradients = [{name: of_gradient(x) for name, x in found.gradients[0].items()}]
+    difference = check_precision(case, [found.local()], exact, limits)
+    assert re.search(says, str(difference)), difference
 
 
 # ---------------------------------------------------------------------------------------------------- whole adapters
