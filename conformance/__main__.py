@@ -19,7 +19,7 @@ from pathlib import Path
 import transformers
 
 from conformance.case import is_mistyped_size
-from conformance.chapters import CHAPTERS, PAIRS, SINGLE
+from conformance.chapters import CHAPTERS, PAIRS, SINGLE, STEPS
 from conformance.check import Checker, Row
 
 
@@ -65,7 +65,7 @@ def plan(checker: Checker, options: argparse.Namespace) -> list[tuple[str, str, 
     """Return the rows of a run: chapter, layout, and another layout to resume in."""
     rows, own = [], getattr(checker.adapter, "LAYOUTS", ())
     for chapter in options.only:
-        default = [*SINGLE, *PAIRS, *own] if options.full or chapter == "steps" else SINGLE
+        default = [*STEPS, *own] if chapter == "steps" else [*SINGLE, *PAIRS, *own] if options.full else SINGLE
         layouts = options.layouts or [layout for layout in default if not checker.without_axes(layout)]
         others = [*layouts[1:], layouts[0]] if len(set(layouts)) > 1 else ["dp1"] * len(layouts)
         rows += [(chapter, layout, other) for layout, other in zip(layouts, others, strict=True)]

@@ -69,16 +69,25 @@ CHAPTERS = {
     "mixed": Chapter("the same in bfloat16 with float32 master weights", NARROW | {"dtype": "bfloat16"}, LONG, **RUNS),
 }  # fmt: skip
 
+ROPE = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = ROPE | {"rope_type": "llama3", "original_max_position_embeddings": 32}
+
 SINGLE = ("dp2", "tp2", "cp2", "pp2")
 PAIRS = ("dp2 x pp2", "dp2 x cp2", "dp2 x tp2", "pp2 x cp2", "pp2 x tp2", "cp2 x tp2")
 
 
+# With two ranks, the next one is the one before, and a stage holds one activation. A key/value head can be on several
+# ranks. Other families have biases, norms inside heads, and other rotary angles.
+STEPS = (*SINGLE, *PAIRS, "dp4", "tp4", "cp4", "pp4", "tp2 kv1", "tp2 qwen2", "tp2 qwen3", "dp1 llama3")
+
+
 def model_of(layout: str, keys: dict[str, Any]) -> Any:
-    """Return the config of the model that the words of a layout describe: its family, `tied`, `untied` or `kv4`."""
+    """Return the config of the model that the words of a layout describe, see `is_of_model`."""
     words = [word for word in layout.split() if is_of_model(word)]
     family = next((word for word in words if word in FAMILIES | EXPERTS), "llama")
     kv = next((int(word[2:]) for word in words if word[:2] == "kv"), 4)
-    tied = {"tie_word_embeddings": "tied" in words} if {"tied", "untied"} & set(words) else {}
+    tied: dict[str, Any] = {"tie_word_embeddings": "tied" in words} if {"tied", "untied"} & set(words) else {}
+    tied |= {"rope_parameters": LLAMA3} if "llama3" in words else {}
     sizes = {"vocab_size": 64, "intermediate_size": 48}
     return small_config(family, num_attention_heads=8, num_key_value_heads=kv, **sizes | keys | tied)
 

@@ -117,6 +117,7 @@ def check(case: Case, config: Any) -> None:
         not set(case.words) - WORDS, f"the words {sorted(set(case.words) - WORDS)} mean nothing to the adapter"
     )
     case.require(config.model_type == "llama", f"its model is a Llama, not {config.model_type}")
+    case.require(config.rope_parameters["rope_type"] == "default", "its rotary angles are not scaled")
     case.require(not config.tie_word_embeddings, "its embedding and head never share their weight")
     case.require(config.vocab_size % tp == 0, f"tp{tp} does not divide the vocabulary of {config.vocab_size}")
     case.require(config.num_key_value_heads % tp == 0, f"tp{tp} does not divide the key/value heads")

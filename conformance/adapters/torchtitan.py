@@ -245,6 +245,7 @@ def run(case: Case) -> Result:
     settings, words, utils = AutoConfig.from_pretrained(case.model_folder), set(case.words), MODULES["utils"]
     case.require(words <= WORDS, f"the words {sorted(words - WORDS)} mean nothing to the adapter")
     case.require(settings.model_type == "llama", f"the adapter builds a Llama, not {settings.model_type}")
+    case.require(settings.rope_parameters["rope_type"] == "default", "its rotary angles are not scaled")
     too_old = f"with torch {torch.__version__}, use the word dtensor: the default backend needs a newer one"
     case.require(TAKES_LISTS or bool({"dtensor", "as_is"} & words), too_old)
     dist.init_process_group("gloo")

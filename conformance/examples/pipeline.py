@@ -16,7 +16,7 @@ from conformance.case import Batch, weights_of
 
 AXES = ("pp",)
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
-LAYOUTS = ("pp2 afab", "pp4")
+LAYOUTS = ("pp2 afab",)
 
 
 def order(rank: int, ranks: int, micro_batches: int, name: str) -> str:

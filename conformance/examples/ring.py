@@ -17,7 +17,6 @@ from conformance.case import Batch
 
 AXES = ("cp",)
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
-LAYOUTS = ("cp4",)
 
 
 def shift(x: Tensor, by: int) -> Tensor:
