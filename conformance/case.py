@@ -185,7 +185,9 @@ def is_of_model(word: str) -> bool:
     """Whether a word of a layout describes the model: a family, `tied`, `untied`, `llama3` for the rotary angles of
     Llama 3, or `kv4` for 4 key/value heads.
     """
-    return word in FAMILIES | EXPERTS or word in ("tied", "untied", "llama3") or (word[:2] == "kv" and word[2:].isdigit())
+    return (
+        word in FAMILIES | EXPERTS or word in ("tied", "untied", "llama3") or (word[:2] == "kv" and word[2:].isdigit())
+    )
 
 
 def sizes_of(layout: str) -> dict[str, int]:

@@ -61,9 +61,16 @@ class Difference:
     def __str__(self) -> str:
         place = f" of {self.name}{list(self.index)}" if self.name else ""
         ranks = f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        values = "" if math.isnan(self.right) else f" is {self.found:.6g}, not {self.right:.6g}"
+        values = "" if math.isnan(self.right) else f" is {unequal(self.found, self.right)}"
         error = f" (error {self.error:.1e}, bound {self.bound:.1e})" if math.isfinite(self.error) else ""
         return f"step {self.step}: {self.what}{place}{ranks}{values}{error}" + (f"; {self.hint}" if self.hint else "")
+
+
+def unequal(found: float, right: float) -> str:
+    """Write two numbers, or how far the first is from the second if six digits do not tell."""
+    if f"{found:.6g}" != f"{right:.6g}":
+        return f"{found:.6g}, not {right:.6g}"
+    return f"{right:.6g} {found - right:+.1e}, off by {abs(found / right - 1) if right else math.inf:.1e}"
 
 
 def largest_error(found: Tensor, right: Tensor, whole: Tensor) -> float:

@@ -23,6 +23,7 @@ from conformance.trace_places import (
     as_matrix,
     find,
     first_alike,
+    is_sequence,
     lead_of,
     locate,
     near,
@@ -44,6 +45,8 @@ class Phase(enum.IntEnum):
     LOAD, FORWARD, BACKWARD, GRADIENTS, CLIP, NORM, UPDATE = range(7)
 
 
+Orders = dict[tuple[int, ...], list[Tensor]]  # of tokens, by the shape of a tensor before its columns
+EMBEDDED = ("model.embed_tokens", "input")
 Key = tuple[
     int, Phase, str, str
 ]  # step, phase, the reference's name of a module, `input`, `output`, `weight` or `bias`
@@ -195,7 +198,7 @@ class Trace:
             self.right[key] = parts[0] if key[3] == "input" else dataclasses.replace(last, x=x)
 
     def read_ranks(self) -> None:
-        calls = dict[tuple[int, int], list[tuple[Record, Key]]]()
+        calls, orders = dict[tuple[int, int], list[tuple[Record, Key]]](), Orders()
         for rank in range(self.case.world_size):
             reason, records = pickle.loads((self.case.folder / "trace" / f"rank{rank}").read_bytes())
             self.reason = self.reason or reason
@@ -209,8 +212,10 @@ class Trace:
                     calls.setdefault((rank, record.call), []).append((record, key))
                 elif key in self.right:
                     self.read_weight(rank, key, as_matrix(record.values.x))
-        for (rank, _), found in calls.items():
-            self.read_call(rank, found, self.layouts(found))
+        for own in (True, False):  # first the calls that begin with the numbers of tokens
+            for (rank, _), found in calls.items():
+                if any(key[2:] == EMBEDDED for _, key in found) == own:
+                    self.read_call(rank, found, self.layouts(found, orders))
 
     def read_weight(self, rank: int, key: Key, x: Tensor) -> None:
         """Add a weight, or its gradient when the optimizer gets it. Rows of zeros at the end are padding."""
@@ -251,19 +256,27 @@ class Trace:
             kept = slice(None) if rows is None else rows >= 0  # the others are padding, if no token is missing
             rows = None if rows is None else rows[kept]
             x = x.reshape(lead.numel(), -1)[kept]
+            x = x[:, ~x.isneginf().all(0)]  # without the logits of a vocabulary's padding
             value = Local(rank, key, label, x, right.x, rows, None, record.call, record.again)
             self.add(value)
             key = (key[0], Phase.BACKWARD, *key[2:])
             if grad is not None and grad.shape == record.values.x.shape and key in self.right:
-                x, right = grad.reshape(lead.numel(), -1)[kept], self.right[key]
+                x, right = grad.reshape(lead.numel(), -1)[kept][:, : x.size(1)], self.right[key]
                 self.add(Local(rank, key, label, x, right.x, rows, None, record.call, record.again, value))
 
     def add(self, each: Local) -> None:
         self.at.setdefault(each.key, []).append(each)
 
-    def layouts(self, found: list[tuple[Record, Key]]) -> dict[tuple[int, ...], Tensor]:
-        """Find the tokens of a call, for each shape that its tensors have before the columns: every tensor votes."""
-        votes = dict[tuple[int, ...], Tensor]()
+    def layouts(self, found: list[tuple[Record, Key]], orders: Orders) -> dict[tuple[int, ...], Tensor]:
+        """Find the tokens of a call, for each shape that its tensors have before the columns.
+
+        The input of the embedding tells the tokens, if they form a sequence; later tensors can be wrong. Other stages
+        have the tokens of an order that is there. Without one, every tensor votes.
+
+        Args:
+            orders: those that are known, to which the call's is added.
+        """
+        votes, first = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], Tensor]()
         for record, key in found:
             x, right = record.values.x, self.right[key]
             lead = lead_of(x, right.x)
@@ -271,12 +284,21 @@ class Trace:
             if not right.is_shared and 0 < x.size(1) <= right.x.size(1):
                 cells = (rows_alike if x.size(1) == right.x.size(1) else first_alike)(x, right.x)
                 votes[lead] = votes.get(lead, torch.zeros(1)) + cells
-        # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
-        return {
-            lead: settle(each, lead, self.shape[1])
-            for lead, each in votes.items()
-            if each.any(-1).double().mean() > 0.25
-        }
+                if key[2:] == EMBEDDED:
+                    first.setdefault(lead, cells.int())
+        tokens = dict[tuple[int, ...], Tensor]()
+        for shape, each in votes.items():
+            places = torch.arange(len(each))
+            if shape in first and is_sequence(rows := settle(first[shape], shape, self.shape[1])):
+                tokens[shape] = rows
+                orders.setdefault(shape, []).append(rows)
+            elif shape in orders and not first:
+                sums = [each[places, rows].sum().item() for rows in orders[shape]]
+                tokens[shape] = orders[shape][sums.index(max(sums))]
+            # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
+            elif each.any(-1).double().mean() > 0.25:
+                tokens[shape] = settle(each, shape, self.shape[1])
+        return tokens
 
     # -------------------------------------------------------------------------------------------- is a tensor right?
 

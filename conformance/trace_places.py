@@ -80,21 +80,47 @@ def ratio_of(x: Tensor, want: Tensor) -> float | None:
     return c if c and near(x, c * want, abs(c) * want.abs().max().item()) else None
 
 
+def is_sequence(rows: Tensor) -> bool:
+    """Whether numbers of tokens are different ones, most of which follow the one before, or are a row after it."""
+    steps = rows.diff()
+    return (
+        bool((rows >= 0).all())
+        and len(rows.unique()) == len(rows)
+        and (len(rows) < 3 or int((steps == steps.mode().values).sum()) * 2 > len(steps))
+    )
+
+
+def steps_of(table: Tensor, dim: int, length: int) -> list[int]:
+    """Return by how much the numbers of tokens can differ from one place to the next, along a dimension of a table of
+    candidates (*lead, G): 1 and -1, and multiples of the length of a row, of which the most frequent one.
+    """
+    n = table.size(dim)
+    one, other = (table.narrow(dim, start, max(n - 1, 0)).flatten(0, -2) > 0 for start in (0, 1))
+    rows = [k * length for k in range(1, table.size(-1) // length)]
+    counts = {step: int((one[:, :-step] & other[:, step:]).sum()) for step in rows}
+    row = max(counts, key=counts.__getitem__, default=length)
+    return [1, row, -1, -row]
+
+
 def settle(votes: Tensor, lead: tuple[int, ...], length: int) -> Tensor:
     """Choose one token for each row of a table of votes (n, G), which says whose numbers it has; -1: nobody's.
 
     Some tokens have the same numbers, such as the first ones of two rows that begin alike, and wrong numbers can be
     those of another token by accident. Of the tokens with many votes, the right one has most votes beside it: along a
-    dimension of `lead`, the next token of a row often follows, or the same token of the next row.
+    dimension of `lead`, the next token of a row often follows, or the same token of the next row or of one after it.
 
     Args:
         length: number of tokens of a row of the batch.
     """
+    n = votes.size(0)
+    if len(lead) == 1 and n > length and n % length == 0:  # (B*T) or (T*B)
+        found = [settle(votes, shape, length) for shape in ((n // length, length), (length, n // length))]
+        return max(found, key=lambda rows: len(rows.unique()))
     most = votes.amax(-1, keepdim=True).clamp(min=1)
     table = (votes / most * (2 * votes > most)).view(*lead, -1)
     beside = table.clone()
     for dim in range(len(lead)):
-        for step in (1, length, -1, -length):
+        for step in steps_of(table, dim, length):
             run = torch.zeros_like(table.select(dim, 0))  # votes of those before, of which near ones count more
             for i in range(lead[dim])[:: 1 if step > 0 else -1]:
                 beside.select(dim, i).add_(run)

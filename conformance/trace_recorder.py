@@ -34,7 +34,8 @@ class Record:
     """A tensor of a module.
 
     Args:
-        step: the step, from 0.
+        step: the step, from 0: that of the last batch that was asked for.
+        epoch: how often the weights had changed before.
         call: number of the outermost call of a module, within which it was recorded.
         name: the trainer's name of the module.
         kind: `input`, `output`; `weight`, `bias` before the step; or `clipped weight`, `clipped bias` for the gradient
@@ -48,6 +49,7 @@ class Record:
     kind: str
     values: Values
     again: bool
+    epoch: int = 0
 
 
 class Recorder:
@@ -64,12 +66,13 @@ class Recorder:
         self.names: dict[nn.Module, str] = {}
         self.parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self.known: dict[tuple[int, int], tuple[Tensor, Values]] = {}  # the tensors of this outermost call
-        self.depth, self.call, self.step, self.weighed = 0, -1, -1, set[tuple[int, nn.Module]]()
+        self.depth, self.call, self.step, self.epoch = 0, -1, -1, 0
+        self.weighed, self.versions = set[tuple[int, int, nn.Module]](), dict[nn.Parameter, int]()
 
     def __enter__(self) -> "Recorder":
         recorder, self.batch = self, Case.batch
 
-        def batch(case: Case, step: int) -> Any:  # a trainer asks for the batch of a step when it takes this step
+        def batch(case: Case, step: int) -> Any:
             recorder.step = step
             return recorder.batch(case, step)
 
@@ -86,6 +89,7 @@ class Recorder:
         Case.batch = self.batch  # type: ignore[method-assign]
         for handle in self.handles:
             handle.remove()
+        self.known.clear()
 
     def adopt(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -98,6 +102,8 @@ class Recorder:
             self.call += 1
             self.name_modules(self.root_of(module))
             if self.is_on():
+                self.epoch += any(p._version != version for p, version in self.versions.items())
+                self.versions = {p: p._version for p in self.parameters}
                 self.weigh()
         self.depth += 1
         if module in self.names:  # here, before its own hooks: they can make a DTensor with a gradient of its own
@@ -136,8 +142,8 @@ class Recorder:
     def weigh(self) -> None:
         """Record the weights, once in each step."""
         for module, name in self.names.items():
-            if (self.step, module) not in self.weighed:
-                self.weighed.add((self.step, module))
+            if (now := (self.step, self.epoch, module)) not in self.weighed:
+                self.weighed.add(now)
                 for kind, p in module.named_parameters(recurse=False):
                     if isinstance(p, DTensor) or 0 not in p.stride():  # else its numbers are elsewhere now
                         self.add(name, kind, Values(plain(p)))
@@ -155,15 +161,17 @@ class Recorder:
             return
         key = id(x), x._version  # operations in place change a tensor that is known
         if key not in self.known:
-            values, step = Values(plain(x)), self.step
+            values, now = Values(plain(x)), (self.step, self.epoch)
             self.known[key] = x, values
             if x.requires_grad:  # a pipeline may receive into the same leaf in every step, and its hooks stay
-                x.register_hook(lambda gradient: add_gradient(values, gradient) if self.step == step else None)
+                x.register_hook(
+                    lambda gradient: add_gradient(values, gradient) if (self.step, self.epoch) == now else None
+                )
         self.add(name, kind, self.known[key][1])
 
     def add(self, name: str, kind: str, values: Values) -> None:
         again = torch._C._current_graph_task_id() != -1
-        self.records.append(Record(self.step, self.call, name, kind, values, again))
+        self.records.append(Record(self.step, self.call, name, kind, values, again, self.epoch))
 
 
 def add_gradient(values: Values, gradient: Tensor) -> None:
@@ -189,4 +197,9 @@ def recording(case: Case, rank: int) -> Iterator[None]:
         return
     with Recorder() as recorder:
         yield
+    # A trainer may ask for a batch before it takes the step. If the weights do not tell the steps, it may not.
+    epochs = sorted({each.epoch for each in recorder.records})
+    if len(epochs) == len(case.steps):
+        for each in recorder.records:
+            each.step = case.steps[epochs.index(each.epoch)]
     (folder / f"rank{rank}").write_bytes(pickle.dumps((recorder.reason, recorder.records)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from conformance.compare import LIMIT, Difference
+from conformance.compare import LIMIT, Difference, unequal
 from conformance.trace_places import rows_alike
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Sentences:
         i, j = bad.nonzero()[0].tolist()
         at = [int(each.rows[i]), int(columns[j])][-2 if len(each.right) > 1 else -1 :]
         where = str(at) if is_weight else f"{self.tokens(each.rows[i : i + 1])}, column {j}"
-        text = f" is {x[i, j]:.6g}, not {want[i, j]:.6g}, at {where}"
+        text = f" is {unequal(x[i, j].item(), want[i, j].item())}, at {where}"
         if is_weight:
             return text + ("" if bad.all() else f"; {bad.double().mean():.0%} of it differs")
         text += "" if rows.all() else f"; only {self.tokens(each.rows[rows])} differ"
@@ -111,7 +111,8 @@ class Sentences:
         cells, own = rows_alike(x[rows], whole), each.rows[rows]
         if not cells.any(1).all():
             return ""
-        return f" holds the values of {self.tokens(cells.int().argmax(1))}, not of {self.tokens(own)}"
+        there, here = self.tokens(cells.int().argmax(1)), self.tokens(own)
+        return f" holds the values of {there}, not of {here}" if there != here else f" holds {here} in another order"
 
     def tokens(self, tokens: Tensor) -> str:
         rows, positions = (sorted(set(x.tolist())) for x in (tokens // self.length, tokens % self.length))
@@ -135,7 +136,7 @@ class Sentences:
     def number(self, difference: Difference) -> str:
         what = f"{difference.what} of {difference.name}" if difference.name else difference.what
         ranks = f" on {many('rank', list(difference.ranks))}" if difference.ranks else ""
-        found = "" if math.isnan(difference.right) else f" is {difference.found:.6g}, not {difference.right:.6g}"
+        found = "" if math.isnan(difference.right) else f" is {unequal(difference.found, difference.right)}"
         hint = f" ({difference.hint})" if difference.hint else ""
         before = f"the outputs and {self.gradients(difference.step - 1)} before it are equal"
         return f"the {what}{ranks}{found}{hint}; {before}"
@@ -143,7 +144,7 @@ class Sentences:
     def clipping(self, step: int) -> str:
         """Describe gradients that are multiplied by a wrong number; "" if they are not."""
         found = {r: c for (s, phase, r), c in sorted(self.trace.factors.items()) if s == step and phase.name == "CLIP"}
-        texts = [f"{c:.6g} times what it should be on rank {r}" for r, c in found.items() if abs(c - 1) > 1e-6]
+        texts = [f"{times(c)} times what it should be on rank {r}" for r, c in found.items() if abs(c - 1) > 1e-6]
         return (
             f"clipping: every gradient is {', '.join(texts)}, when the optimizer gets it; their norm is equal"
             if texts
@@ -161,7 +162,11 @@ def one_factor(x: Tensor, want: Tensor) -> str:
         return " is 0"
     c = ratios.median().item()
     is_one = (ratios - c).abs().max() < 1e-6 * abs(c) and abs(c - 1) > 1e-9
-    return f" is {c:.6g} times what it should be" if is_one else ""
+    return f" is {times(c)} times what it should be" if is_one else ""
+
+
+def times(factor: float) -> str:
+    return f"{factor:.6g}" if f"{factor:.6g}" != "1" else f"(1 {'-' if factor < 1 else '+'} {abs(factor - 1):.1e})"
 
 
 def one_term(peers: list["Local"], want: Tensor) -> str:
