@@ -10,9 +10,9 @@ from typing import Any
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 
 
-def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py`."""
-    environment = {**os.environ, "HOME": str(home)}
+def run(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py`, with environment variables."""
+    environment = {**os.environ, "HOME": str(home), **variables}
     return subprocess.run(
         [sys.executable, "train.py", "--config", "template/base_config.json", *arguments],
         capture_output=True,
