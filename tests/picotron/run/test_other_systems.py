@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -93,7 +94,6 @@ def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch: pyt
     notebook = types.ModuleType("__main__")
     exec("def cell(): ...", notebook.__dict__)
     for function in (lambda: None, notebook.cell):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="top level of a file"):
-            patch.setitem(sys.modules, "__main__", notebook)
+        with mock.patch.dict(sys.modules, __main__=notebook), pytest.raises(UserError, match="top level of a file"):
             ranks.run_ranks(2, function)
     ranks.check_importable(in_a_file)

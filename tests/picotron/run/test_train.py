@@ -49,7 +49,8 @@ def failing(self):
         raise UserError("rank 2 does not like batch 4")
     return load(self)
 MicroBatchDataLoader.__next__ = failing
-train.exit_on_error(train.main)
+if __name__ == "__main__":
+    train.exit_on_error(train.main)
 """
 
 
@@ -75,7 +76,8 @@ def broken(self):
         os.kill(os.getpid(), signal.SIGKILL)
     return load(self)
 MicroBatchDataLoader.__next__ = broken
-train.exit_on_error(train.main)
+if __name__ == "__main__":
+    train.exit_on_error(train.main)
 """
 
 
@@ -98,6 +100,7 @@ def test_killed_stage_ends_the_run_within_30_seconds(
     assert len(metrics(tmp_path / "run")) == 1
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
     """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""

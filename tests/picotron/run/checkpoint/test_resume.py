@@ -142,7 +142,7 @@ def program(tmp_path: Path, in_step: str) -> str:
         f"        {in_step}\n"
         "    return load(self)\n"
         "MicroBatchDataLoader.__next__ = changed\n"
-        "train.exit_on_error(train.main)\n"
+        "if __name__ == '__main__': train.exit_on_error(train.main)\n"
     )
     return str(path)
 
