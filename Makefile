@@ -1,5 +1,5 @@
-# Each target works on a fresh machine with Python 3.11 or newer and git: the first one creates .venv. (Only gpu does
-# not: if there is no .venv, it takes the Python, and so the torch, that a machine with GPUs comes with.)
+# Each target works on a fresh machine with git and Python 3.11 or newer, or uv: the first one creates .venv. (Only gpu
+# does not: if there is no .venv, it takes the Python, and so the torch, that a machine with GPUs comes with.)
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -7,6 +7,10 @@ CONFIG ?= template/base_config.json
 CHROMIUM ?= chromium
 export CHROMIUM
 export OMP_NUM_THREADS ?= 1
+ifeq ($(shell uname),Darwin)
+# By default, gloo takes the interface of the machine's name, which a Mac may not know.
+export GLOO_SOCKET_IFNAME ?= lo0
+endif
 
 .PHONY: help steps setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean site playground-test playground-pictures
 .DEFAULT_GOAL := help
@@ -14,23 +18,28 @@ export OMP_NUM_THREADS ?= 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+UV := $(shell command -v uv)
 $(BIN)/python:
+ifdef UV
+	uv venv --quiet --seed $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON)) .venv
+else
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
+endif
 
 # Without a GPU, the CPU build of torch is installed, because the one for GPUs is several times as large. Without NumPy,
-# torch warns on each rank.
-INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
-PIP := -m pip install --quiet --disable-pip-version-check
+# torch warns on each rank. If the index of CPU builds cannot be reached, the second command takes the default build.
+INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu $(if $(UV),,--retries 1))
+PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet --disable-pip-version-check)
 $(BIN)/torchrun: | $(BIN)/python
-	$(BIN)/python $(PIP) --retries 1 --no-deps $(INDEX) $$(grep ^torch== requirements.txt)
-	$(BIN)/python $(PIP) $$(grep -E '^(torch|numpy)==' requirements.txt)
+	-$(PIP) --no-deps $(INDEX) $$(grep ^torch== requirements.txt)
+	$(PIP) $$(grep -E '^(torch|numpy)==' requirements.txt)
 
 steps: | $(BIN)/torchrun ## train a tiny Llama with 4D parallelism on 16 ranks, with torch alone
 	$(BIN)/torchrun --nproc_per_node 16 -m steps.s9_cp --dp 2 --pp 2 --cp 2 --tp 2
 
 $(STAMP): requirements.txt | $(BIN)/torchrun
-	$(BIN)/python $(PIP) -r requirements.txt --editable .
+	$(PIP) -r requirements.txt --editable .
 	@touch $@
 
 setup: $(STAMP) ## create .venv, install requirements.txt into it, and a link to this folder's packages

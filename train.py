@@ -1,7 +1,7 @@
 """Train a Llama-like model:  python train.py --config template/base_config.json
 
 This file is the table of contents of a run: config, process groups, data, model, optimizer, outputs and training loop.
-Each rank of the layout is a fork of this process. On several machines, torchrun starts them.
+Each rank of the layout is a new process, which this one starts. On several machines, torchrun starts them.
 """
 
 import picotron.run.quiet_imports  # noqa: F401 -- before all that take long

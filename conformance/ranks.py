@@ -1,16 +1,16 @@
-"""The ranks of a case: processes with torchrun's variables, forked from one process that has imported the libraries.
+"""The ranks of a case: processes with torchrun's variables, started by one process that has imported the libraries.
 
     python -m conformance.ranks ADAPTER           import an adapter, and run the ranks of cases, of which standard input
                                                   has a line each: the adapter, the folder of the case, the time limit
     torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case
 
-A process that is forked starts in milliseconds, one that torchrun starts in seconds: it imports torch and transformers.
+A process that is forked (on Linux) starts in milliseconds, any other in seconds: it imports torch and transformers.
 """
 
-import contextlib
 import faulthandler
 import importlib.util
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +20,7 @@ import time
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from conformance.case import Case
 from conformance.result import NotOffered
 from conformance.trace_recorder import recording
 
+CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # macOS may crash after a fork
 GRACE = 3.0  # seconds that the other ranks have after the first error
 
 
@@ -61,7 +63,7 @@ def run_rank(adapter: Path, case: Case, rank: int) -> None:
     path.with_suffix(".part").rename(path)  # so that it is complete when it is there
 
 
-def forked(adapter: Path, case: Case, rank: int, port: int) -> None:
+def be_rank(adapter: Path, case: Case, rank: int, port: int) -> None:
     """Be a rank. At the end, wait to be killed: others may still read from this rank."""
     size, log = str(case.world_size), os.open(case.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -76,35 +78,31 @@ def forked(adapter: Path, case: Case, rank: int, port: int) -> None:
 
 
 def serve(adapter: Path, case: Case, timeout: float) -> None:
-    """Fork the ranks of a case, and kill them at the end, see `wait_for_ranks`."""
+    """Start the ranks of a case, and kill them at the end, see `wait_for_ranks`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    ranks: dict[int, int] = {}
+    ranks: dict[int, Any] = {}
     try:
         for rank in range(case.world_size):
-            pid = os.fork()
-            if not pid:
-                with contextlib.suppress(BaseException):
-                    forked(adapter, case, rank, port)
-                os._exit(1)
-            ranks[rank] = pid
+            ranks[rank] = CONTEXT.Process(target=be_rank, args=(adapter, case, rank, port))  # type: ignore[attr-defined]
+            ranks[rank].start()
         wait_for_ranks(case, ranks, timeout)
     finally:
-        for pid in ranks.values():  # all at once: a rank that loses its connection to another would report an error
-            os.kill(pid, signal.SIGKILL)
-        for pid in ranks.values():
-            os.waitpid(pid, 0)
+        for process in ranks.values():  # all at once: a rank that loses its connection to another would report an error
+            process.kill()
+        for process in ranks.values():
+            process.join()
 
 
-def wait_for_ranks(case: Case, ranks: dict[int, int], timeout: float) -> None:
+def wait_for_ranks(case: Case, ranks: dict[int, Any], timeout: float) -> None:
     """Wait until all ranks are ready, after an error, or until the time is over; then they write where they are. Ranks
     that have ended are removed.
     """
     end = time.monotonic() + timeout
     while time.monotonic() < end:
-        for rank, pid in [*ranks.items()]:
-            if os.waitpid(pid, os.WNOHANG)[0]:
+        for rank, process in [*ranks.items()]:
+            if process.exitcode is not None:
                 del ranks[rank]
                 end = min(end, time.monotonic() + GRACE)
         ready = [case.folder / f"rank{rank}" for rank in ranks if (case.folder / f"rank{rank}").exists()]
@@ -113,8 +111,8 @@ def wait_for_ranks(case: Case, ranks: dict[int, int], timeout: float) -> None:
         if end > time.monotonic() + GRACE and any(pickle.loads(each.read_bytes())[0] != "result" for each in ready):
             end = time.monotonic() + GRACE
         time.sleep(0.01)
-    for pid in ranks.values():
-        os.kill(pid, signal.SIGUSR1)
+    for process in ranks.values():
+        os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.05)
 
 

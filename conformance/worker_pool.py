@@ -2,8 +2,8 @@
 
     losses = pool.run(train_ten_steps, 4, config)     # train_ten_steps(config) on ranks 0 to 3 of a gloo group
 
-The processes come from a fork server that has imported torch and transformers but has not computed anything. So new
-workers start quickly, and a worker that hangs or dies can be replaced.
+Where processes can fork, they come from a fork server that has imported torch and transformers but has not computed
+anything. So new workers start quickly, and a worker that hangs or dies can be replaced.
 """
 
 import atexit
@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from picotron import process_group_manager
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.run.start_method import START_METHOD
 
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver" if START_METHOD == "fork" else START_METHOD)
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from picotron.console import UserError, text_table
 from picotron.files import read_object, write_atomically
+from picotron.run.start_method import START_METHOD
 from puzzles.catalogue import PUZZLES, Puzzle, find
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def start_pool() -> "WorkerPool":
     from conformance.worker_pool import WorkerPool  # imports torch
 
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
-    return WorkerPool(context=multiprocessing.get_context("fork" if sys.platform == "linux" else "forkserver"))
+    return WorkerPool(context=multiprocessing.get_context(START_METHOD))
 
 
 def report_of(puzzle: Puzzle, path: Path, folder: Path, adapter: bool = False) -> "Report":

@@ -8,6 +8,7 @@ import pickle
 import re
 import resource
 import signal
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,8 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
         Failed: the report is not that of a correct answer.
     """
     group, report = Group(), Report()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    if sys.platform == "linux":  # other systems accept no such limit, or ignore it
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     with (
         (folder / f"{group.rank}.hang").open("w") as stacks,
         open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends

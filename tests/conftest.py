@@ -25,8 +25,10 @@ may_start_processes = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, which `make check` leaves out."""
+    """Mark the tests that start processes, which `make check` leaves out. Skip those for Linux elsewhere."""
     for item in items:
+        if item.get_closest_marker("linux") and sys.platform != "linux":
+            item.add_marker(pytest.mark.skip(reason="needs what only Linux has"))
         if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
 

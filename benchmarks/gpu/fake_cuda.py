@@ -59,6 +59,8 @@ DEVICE = torch.device("cuda", 0)
 
 def obstacle() -> str | None:
     """Return why a fake GPU is impossible here, or None."""
+    if sys.platform != "linux":
+        return "a fake GPU needs LD_PRELOAD, and so Linux"
     if shutil.which("g++") is None:
         return "a fake GPU needs the C++ compiler g++"
     if torch.version.hip:

@@ -4,6 +4,7 @@ The focal loss (Lin et al. 2017, arXiv:1708.02002) gives tokens that the model a
 Options are those of train.py; the config is docs/small.json.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -42,7 +43,7 @@ def counting_rows(sequences: int, length: int) -> Batch:
 def main() -> None:
     set_up_logging()
     config = load_config(["--config", "docs/small.json", *sys.argv[1:]])
-    run_ranks(config.distributed.world_size, lambda: train(config))
+    run_ranks(config.distributed.world_size, functools.partial(train, config))
 
 
 def train(config: Config) -> None:

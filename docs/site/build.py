@@ -92,6 +92,16 @@ def landing(checkout: Checkout) -> str:
     )
 
 
+def index_for_assistants(groups: dict[str, list[str]], titles: dict[str, str], checkout: Checkout) -> str:
+    """Return the content of llms.txt (see llmstxt.org): the pages as Markdown, in reading order."""
+    title, summary, *_ = (ROOT / "README.md").read_text().split("\n\n")
+    lines = [title, "> " + summary.strip("*").replace("\n", " ")]
+    for group, pages in groups.items():
+        links = (f"- [{titles[page]}]({checkout.link(page).replace('/blob/', '/raw/')})" for page in pages)
+        lines.append("\n".join([f"## {group}\n", *links]))
+    return "\n\n".join(lines) + "\n"
+
+
 def attributes(page: Path, names: str) -> list[str]:
     """Return the values of attributes of a page, such as `href|src`. This package writes its HTML."""
     return [html.unescape(value) for value in re.findall(rf' (?:{names})="([^"]*)"', page.read_text())]
@@ -149,6 +159,7 @@ def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:
         (out / here).write_text(text)
     sections = [[titles[path], *section] for path, page in pages.items() for section in page.sections]
     (out / "search.js").write_text(f"const SECTIONS = {json.dumps(sections, ensure_ascii=False)};\n")
+    (out / "llms.txt").write_text(index_for_assistants(groups, titles, checkout))
     shutil.copytree(ROOT / PICTURES, out / PICTURES)
     for name in ("style.css", "script.js", "offline.js"):
         shutil.copy(HERE / name, out / name)

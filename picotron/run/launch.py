@@ -27,6 +27,7 @@ logger = logging.getLogger("picotron")
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 PARENT = [os.getppid()]
 os.register_at_fork(after_in_child=lambda: PARENT.append(os.getppid()))
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
 
@@ -113,11 +114,10 @@ def init_process_group(
     # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
     device_id = device if backend == "nccl" else None
     if "RANK" in os.environ:
-        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        if one_machine and sys.platform == "linux":
-            # The processes need not be reachable from other machines.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
         dist.init_process_group(backend, device_id=device_id)
     else:
         check_world_size(config.distributed, 1)
@@ -153,7 +153,7 @@ def check_same_config(
 
 class StopSignals:
     """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
-    limit): the run ends after the current step. It also ends if torchrun, or the process of which this rank is a fork,
+    limit): the run ends after the current step. It also ends if torchrun, or the process that called `run_ranks`,
     was killed, as if that had sent SIGTERM.
 
     A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.

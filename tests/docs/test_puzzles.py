@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from conformance.worker_pool import WorkerPool
+from picotron.run.start_method import START_METHOD
 from puzzles import __main__ as cli
 from puzzles.catalogue import PUZZLES, Puzzle, find
 from puzzles.harness import run
@@ -25,7 +26,7 @@ each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzz
 @pytest.fixture(scope="module")
 def processes() -> Iterator[WorkerPool]:
     """Processes forked from this one, as by `python -m puzzles`, so that they need not import the checks."""
-    pool = WorkerPool(context=multiprocessing.get_context("fork"))
+    pool = WorkerPool(context=multiprocessing.get_context(START_METHOD))
     yield pool
     pool.close()
 

@@ -72,6 +72,13 @@ def test_links_to_code_lead_to_lines_of_the_commit(site: Path) -> None:
     assert lines > 20
 
 
+def test_llms_txt_lists_the_markdown_of_all_pages(site: Path) -> None:
+    text, raw = (site / "llms.txt").read_text(), f"{CHECKOUT.repository}/raw/{CHECKOUT.commit}/"
+    found = re.findall(rf"^- \[.+\]\({raw}(.+)\)$", text, re.MULTILINE)
+    assert found == [page for pages in reading_order().values() for page in pages]
+    assert re.match(r"# picotron\n\n> .*\n\n## ", text)
+
+
 def test_search_finds_text_in_folds_and_in_code(site: Path) -> None:
     sections = json.loads((site / "search.js").read_text().removeprefix("const SECTIONS = ").rstrip(";\n"))
     page = (ROOT / "docs/collectives.md").read_text()

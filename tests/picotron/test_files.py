@@ -23,6 +23,7 @@ def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["status.txt"]
 
 
+@pytest.mark.linux
 def test_a_file_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

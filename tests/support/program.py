@@ -10,9 +10,9 @@ from typing import Any
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 
 
-def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py`."""
-    environment = {**os.environ, "HOME": str(home)}
+def run(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py`, with environment variables."""
+    environment = {**os.environ, "HOME": str(home), **variables}
     return subprocess.run(
         [sys.executable, "train.py", "--config", "template/base_config.json", *arguments],
         capture_output=True,
@@ -37,3 +37,27 @@ def metrics(save_dir: Path) -> list[dict[str, Any]]:
     """Return the records of the steps, without the evaluation before the first one."""
     records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["step"] > 0]
+
+
+def changed_program(folder: Path, in_step: str, call: int = 10) -> str:
+    """Write a train.py that runs `in_step` once, when the last rank loads a micro-batch, after making a file `marker`.
+    With the usual `arguments`, the tenth is the second one of the third step.
+    """
+    path = folder / "program.py"
+    path.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, pathlib, signal, train, torch\n"
+        "from picotron.console import UserError\n"
+        "from picotron.data.loader import MicroBatchDataLoader\n"
+        "load, calls = MicroBatchDataLoader.__next__, []\n"
+        f"marker = pathlib.Path({str(folder / 'marker')!r})\n"
+        "def changed(self):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == {call} and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
+        "        marker.touch()\n"
+        f"        {in_step}\n"
+        "    return load(self)\n"
+        "MicroBatchDataLoader.__next__ = changed\n"
+        "if __name__ == '__main__': train.exit_on_error(train.main)\n"
+    )
+    return str(path)

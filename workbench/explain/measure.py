@@ -54,7 +54,7 @@ def find_hardware(name: str, config: Config) -> Hardware:
         )
     device = "cpu" if config.distributed.use_cpu else "cuda"
     threads = config.environment.OMP_NUM_THREADS
-    ranks = torch.cuda.device_count() if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // threads)
+    ranks = torch.cuda.device_count() if device == "cuda" else max(1, cores() // threads)
     key = f"{_name(device)} {ranks} {threads} {torch.__version__} {Path(__file__).read_text()}"
     file = "hardware.json"
     return read_hardware(cached("hardware", key, lambda folder: _run(folder / file, device, ranks, threads)) / file)
@@ -65,6 +65,11 @@ def on_hardware(config: Config, hardware: Hardware) -> Config:
     return config.model_copy(
         update={"distributed": config.distributed.model_copy(update={"use_cpu": hardware.cores is not None})}
     )
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use, where the system tells, or that the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _name(device: str) -> str:

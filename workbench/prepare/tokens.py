@@ -31,6 +31,7 @@ from picotron.console import UserError, first_line
 from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
 from picotron.files import parse_json
 from picotron.run.hub import connect
+from picotron.run.start_method import START_METHOD
 from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
@@ -295,6 +296,11 @@ class Encoding(Dataset[Encoded]):
         return Encoded(parts, size, len(records), problems, encoder.ignored.copy())
 
 
+def _as_they_are(parts: Any) -> Any:
+    """Collate batches: not as tensors, which would need shared memory."""
+    return parts
+
+
 def _start_worker(parent: int, _: int) -> None:
     """Initialise a process that tokenises. It ends with its parent, even while it is busy."""
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
@@ -322,9 +328,9 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         Encoding(encoder),
         batch_size=None,
         sampler=in_batches(documents.records(), lambda record: record.size),
-        collate_fn=lambda parts: parts,  # not as tensors, which would need shared memory
+        collate_fn=_as_they_are,
         num_workers=processes if processes > 1 else 0,
-        multiprocessing_context="fork" if processes > 1 else None,
+        multiprocessing_context=START_METHOD if processes > 1 else None,
         worker_init_fn=functools.partial(_start_worker, os.getpid()),
     )
     with contextlib.ExitStack() as stack:
@@ -335,7 +341,7 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         first: list[str] = []
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends the others
         try:
-            encodings = iter(loader)  # forks processes, which inherit the mask
+            encodings = iter(loader)  # starts processes, which inherit the mask
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for encoded in encodings:

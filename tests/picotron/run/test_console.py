@@ -49,6 +49,7 @@ def test_programs_run_without_a_standard_output() -> None:
     assert result.stderr.endswith("ValueError: invalid literal for int() with base 10: 'two'\n\n")
 
 
+@pytest.mark.linux
 def test_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
         result = run(["train.py", "--config", "docs/small.json", "--explain"], full.fileno())

@@ -76,6 +76,7 @@ def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN, "2"]], ids=["forks", "torchrun"])
 def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(

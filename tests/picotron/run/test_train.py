@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program import TORCHRUN, arguments, metrics, run
+from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
 
 
 @pytest.mark.slow
@@ -37,46 +37,14 @@ def test_user_error_ends_the_program_with_one_line(home: Path, tmp_path: Path) -
     assert line.startswith("[rank 0] error: unknown key training.lr")
 
 
-FAILING = """
-import sys; sys.path.insert(0, '.')
-import torch, train
-from picotron.console import UserError
-from picotron.data.loader import MicroBatchDataLoader
-load, calls = MicroBatchDataLoader.__next__, []
-def failing(self):
-    calls.append(1)
-    if len(calls) == 4 and torch.distributed.get_rank() == 2:
-        raise UserError("rank 2 does not like batch 4")
-    return load(self)
-MicroBatchDataLoader.__next__ = failing
-train.exit_on_error(train.main)
-"""
-
-
 def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
     """The others wait for it in a collective."""
-    (tmp_path / "failing.py").write_text(FAILING)
+    failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
     words = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 4, 1)]
-    command, environment = [sys.executable, str(tmp_path / "failing.py"), *words], {**os.environ, "HOME": str(home)}
+    command, environment = [sys.executable, failing, *words], {**os.environ, "HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert result.returncode == 1
-    assert result.stderr.endswith("\n[rank 2] error: rank 2 does not like batch 4\n\n")
-
-
-BROKEN = """
-import sys; sys.path.insert(0, '.')
-import os, pathlib, signal, train, torch
-from picotron.data.loader import MicroBatchDataLoader
-load, calls = MicroBatchDataLoader.__next__, []
-def broken(self):
-    calls.append(1)
-    if len(calls) == 4 and torch.distributed.get_rank() == 1:
-        pathlib.Path(__file__).with_name("killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return load(self)
-MicroBatchDataLoader.__next__ = broken
-train.exit_on_error(train.main)
-"""
+    assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
 
 
 @pytest.mark.parametrize(
@@ -87,17 +55,18 @@ def test_killed_stage_ends_the_run_within_30_seconds(
     home: Path, tmp_path: Path, launcher: list[str], report: str
 ) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
-    (tmp_path / "broken.py").write_text(BROKEN)
+    broken = changed_program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 4)
     words = ["--config", "template/base_config.json"]
     words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
-    command, environment = [*launcher, str(tmp_path / "broken.py"), *words], {**os.environ, "HOME": str(home)}
+    command, environment = [*launcher, broken, *words], {**os.environ, "HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert result.returncode != 0
-    assert time.time() - (tmp_path / "killed").stat().st_mtime < 30
+    assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
     assert report in result.stderr
     assert len(metrics(tmp_path / "run")) == 1
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
     """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""

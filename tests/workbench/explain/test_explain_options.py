@@ -1,7 +1,6 @@
 """`train.py --explain` and its options: what is played, JSON, memory that fits or does not, and hardware."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from picotron.console import UserError
 from picotron.run.config_reader import parse_command_line
 from tests.workbench.explain.test_explain import config_of
 from workbench.explain.explain import run_rank, run_stages
-from workbench.explain.measure import find_hardware
+from workbench.explain.measure import cores, find_hardware
 from workbench.pipelines.engine import plan_pipeline
 
 
@@ -85,7 +84,7 @@ def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: py
     start = time.perf_counter()
     measured = find_hardware("this", config)
     assert time.perf_counter() - start < 60
-    assert measured.cores == len(os.sched_getaffinity(0))
+    assert measured.cores == cores()
     assert 1e9 < measured.products["float32"] < 1e12
     assert 0.05 < measured.attention < 2
     with mock.patch("subprocess.run", side_effect=AssertionError("measured again")):

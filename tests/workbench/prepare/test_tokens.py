@@ -193,17 +193,19 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
     """Ctrl-C reaches all of them; a kill reaches the parent alone. In both cases, they are busy for a long time."""
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     program = (
-        "import os, signal, sys, time; from workbench.prepare import tokens, __main__ as prepare\n"
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, signal, time; from workbench.prepare import tokens, __main__ as prepare\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def encode(*_):\n"
         f"    open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
         "    time.sleep(600)\n"
         "tokens.Encoding.__getitem__ = encode\n"
-        "prepare.exit_on_error(prepare.main)\n"
+        "if __name__ == '__main__': prepare.exit_on_error(prepare.main)\n"
     )
+    (tmp_path / "program.py").write_text(program)
     keys = {"dataset.name": tmp_path / "x.jsonl", "dataset.num_proc": 2, "model.tokenizer": tokenizer}
     words = [f"--{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-c", program, "--config", "docs/small.json", *words]
+    command = [sys.executable, str(tmp_path / "program.py"), "--config", "docs/small.json", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         child = tmp_path / "child"
         while not (child.exists() and child.read_text().endswith("\n")):

@@ -84,6 +84,7 @@ def train_and_list_what_is_synchronised(*arguments: Any) -> list[Path]:
     return synchronised
 
 
+@pytest.mark.linux
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
         return mistake(config, model_config, tokenizer), len(steps)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_full_disk_raises_the_same_error_on_all_ranks(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool

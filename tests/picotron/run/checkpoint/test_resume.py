@@ -22,7 +22,7 @@ from picotron.run.metrics import Metrics
 from picotron.run.progress import Progress
 from picotron.run.run_folder import checkpoint_folder, checkpoint_folders
 from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
-from tests.support.program import TORCHRUN, arguments, metrics
+from tests.support.program import TORCHRUN, arguments, changed_program, metrics
 
 KILLS = 3
 
@@ -126,27 +126,6 @@ def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, nu
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
-def program(tmp_path: Path, in_step: str) -> str:
-    """Write a train.py that runs `in_step` once, when the last rank loads the second micro-batch of the third step."""
-    path = tmp_path / "program.py"
-    path.write_text(
-        "import sys; sys.path.insert(0, '.')\n"
-        "import os, pathlib, signal, train, torch\n"
-        "from picotron.data.loader import MicroBatchDataLoader\n"
-        "load, calls = MicroBatchDataLoader.__next__, []\n"
-        f"marker = pathlib.Path({str(tmp_path / 'marker')!r})\n"
-        "def changed(self):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 10 and not marker.exists() and int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1:\n"
-        "        marker.touch()\n"
-        f"        {in_step}\n"
-        "    return load(self)\n"
-        "MicroBatchDataLoader.__next__ = changed\n"
-        "train.exit_on_error(train.main)\n"
-    )
-    return str(path)
-
-
 def start(home: Path, command: list[str], words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "--config", "template/base_config.json", *words],
@@ -161,7 +140,7 @@ def start(home: Path, command: list[str], words: list[str]) -> subprocess.Comple
 
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
-    stopped = program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
+    stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
     words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
     result = start(home, [sys.executable, stopped], words)
     assert result.returncode == 128 + signal.SIGINT
@@ -176,7 +155,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path) -> None:
-    stopped = program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
+    stopped = changed_program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
     keys = {"distributed.pp_size": 2, "training.total_train_steps": 1000}
     result = start(home, [*TORCHRUN, "2", stopped], arguments(tmp_path / "run", 1, 4, **keys))
     assert result.returncode == 1
