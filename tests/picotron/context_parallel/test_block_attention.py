@@ -1,5 +1,8 @@
-"""Attention to one block of keys on GPUs, as far as tensors without memory show it: the kernels, and their shapes."""
+"""Attention to one block of keys on GPUs, as far as a CPU shows it: the kernels, their shapes, and what is done with
+their numbers.
+"""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,6 +53,46 @@ def test_each_kernel_returns_the_same_shapes(cudnn: bool, dtype: torch.dtype, ke
         gradients = block_backward(torch.empty_like(q), q, out, lse, k, v, False)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
     assert calls.names == [f"{kernel}.default", f"{kernel}_backward.default"]
+
+
+class Elsewhere(Tensor):
+    """A tensor that says that it is not on the CPU."""
+
+    device = property(lambda self: torch.device("meta"))  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class MathKernels:
+    """The kernels for float32 on GPUs, in math: as many key/value heads as query heads, and padded log-sum-exps."""
+
+    def _scaled_dot_product_efficient_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf) if causal else scores
+        lse = scores.logsumexp(-1)
+        return (scores - lse[..., None]).exp() @ v, torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32))
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *options: Any
+    ) -> tuple[Tensor | None, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        y, own_lse = self._scaled_dot_product_efficient_attention(*leaves, None, True, 0.0, options[-1])
+        assert torch.allclose(lse, own_lse.detach())
+        return *torch.autograd.grad(y, leaves, dy), None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_shared_heads_in_float32_are_those_of_their_groups(causal: bool) -> None:
+    q, k, v, dy = (torch.randn(B, heads, S, D, dtype=torch.float64) for heads in (H, K, K, H))
+    expected = block_forward(q, k, v, causal)
+    theirs = block_backward(dy, q, *expected, k, v, causal)
+    elsewhere = [x.as_subclass(Elsewhere) for x in (q, k, v)]
+    with mock.patch.object(block_attention, "aten", MathKernels()):
+        out, lse = block_forward(*elsewhere, causal)  # type: ignore[arg-type]
+        ours = block_backward(dy, elsewhere[0], out, lse, *elsewhere[1:], causal)
+    for found, right in zip((out, lse, *ours), (*expected, *theirs), strict=True):
+        torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize(("choice", "expected"), [(3, True), (1, False)])

@@ -25,6 +25,7 @@ def schedule_of(*lines: str, **more: object) -> Schedule:
 FAULTS = [
     (["0F0", "1F0,1B0"], "pp rank 0 lacks 0B0 (or 0I0 and 0W0), the backward of micro-batch 0 in stage 0"),
     (["0F0,0I0", "1F0,1B0"], "pp rank 0 has 0I0, but lacks 0W0, the other half of that backward"),
+    (["0F0,0W0,0I0", "1F0,1B0"], "pp rank 0 has 0W0 too early"),
     (["0F0,0B0", "(1F0;1B0)"], "pp rank 1 has 1B0 too early"),
     (["1F0,1B0", "0F0,0B0"], "pp rank 0 has 1F0, but stage 1 is on pp rank 1 (loop placement)"),
     (["0F0,0F2,0B0,0B2", "1F0,1F2,1B0,1B2"], "pp rank 0 lacks 0F1, the forward of micro-batch 1 through stage 0"),

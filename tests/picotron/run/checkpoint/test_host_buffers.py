@@ -26,6 +26,16 @@ def test_snapshot_of_transposed_tensors_equals_them() -> None:
     assert all(copy.equal(tensor) for copy, tensor in zip(HostBuffers().snapshot(tensors), tensors, strict=True))
 
 
+def test_snapshot_of_other_dtypes_has_these_dtypes() -> None:
+    buffers = HostBuffers()
+    tensors = random_tensors(1)
+    buffers.snapshot(tensors)
+    copies = buffers.snapshot([tensor.double() for tensor in tensors])
+    assert all(
+        copy.equal(tensor.double()) and copy.dtype == torch.double for copy, tensor in zip(copies, tensors, strict=True)
+    )
+
+
 class Recorder(TorchDispatchMode):
     """Records allocations and copies as tuples. The first `pinnable` allocations of pinned memory succeed."""
 
