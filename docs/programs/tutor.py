@@ -9,7 +9,6 @@ activations in micro-batches in one stage, and `par` is the time of the Tutor's 
 from typing import NamedTuple
 
 from picotron.console import text_table
-from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.search import Found, Shape, fastest_schedule
 from workbench.schedules.simulate import Costs, simulate
 
@@ -57,8 +56,6 @@ def link(key: str) -> str:
 if __name__ == "__main__":
     rows = [["level", "ranks", "stages", "micro-batches", "cap", "par", "found", "at least"]]
     for level in LEVELS.values():
-        found, stages = level.solve(), level.pp * level.shape[0]
-        numbers = level.pp, stages, level.micro_batches, level.cap, level.par, found.score, found.bound
-        rows.append([level.name, *(f"{number:g}" for number in numbers)])
+        found, numbers = level.solve(), [level.pp, level.pp * level.shape[0], level.micro_batches, level.cap, level.par]
+        rows.append([level.name, *(f"{number:g}" for number in (*numbers, found.score, found.bound))])
     print(text_table(rows, first_number=1))
-    print(f"\n{LEVELS['ragged'].name}:\n{as_csv(LEVELS['ragged'].solve().schedule.programs)}")
