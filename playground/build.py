@@ -68,7 +68,7 @@ def results(link: str) -> Iterator[dict[str, Any]]:
     else:
         shown = [state.get(panel, name) for panel, name in PANELS.items()]
         values = values_of(Request(), state)
-        requests = [("timeline", Request(**values, schedule=name)) for name in shown if name]
+        requests = [("timeline", Request(**values, schedule=name, text=state.get(name, ""))) for name in shown if name]
     for function, request in requests:
         yield {
             "call": function,

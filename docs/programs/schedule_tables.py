@@ -6,15 +6,13 @@ The unit of time is the forward of one micro-batch through all stages of a rank;
 messages take no time. The unit of memory is the activations of one micro-batch in all stages of a rank.
 """
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from picotron.console import text_table
-from tests.support.torch_schedules import CLASSES, torch_schedule
+from tests.support.torch_schedules import CLASSES, torch_programs
 from tests.support.zero_bubble import CASES
 from workbench.schedules.actions import Schedule
-from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.search import fastest_schedule, shapes
 from workbench.schedules.simulate import Costs, peak_activations, simulate
@@ -36,14 +34,6 @@ def cell(schedule: Schedule) -> str:
     return f"{simulate(schedule, equal_stages(schedule)).step_time:g}, {peak:g}"
 
 
-def of_torch(name: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
-    """Read the schedule of torch's class from the CSV file that torch writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "schedule.csv")
-        torch_schedule(CLASSES[name], pp, micro_batches, chunks)._dump_csv(str(path), format="compute_only")
-        return read_csv(path)
-
-
 def searched(pp: int, micro_batches: int, memory: int) -> Schedule:
     options = {shape: Costs(weights=[1 / shape[0]] * (pp * shape[0])) for shape in shapes(None)}
     return fastest_schedule(pp, micro_batches, memory, options).schedule
@@ -55,7 +45,10 @@ def steps() -> Iterator[list[str]]:
         label = f"{name}, v {chunks}"
         yield [label, *(cell(build(name, p, m, chunks)) for p, m in SIZES)]
         if name in CLASSES:
-            found = [cell(of_torch(name, p, m, chunks)) if m >= 2 * p or name != "dualpipev" else "-" for p, m in SIZES]
+            found = [
+                cell(assemble(torch_programs(name, p, m, chunks), name)) if m >= 2 * p or name != "dualpipev" else "-"
+                for p, m in SIZES
+            ]
             yield [f"    torch's {CLASSES[name].__name__}", *found]
     for factor in (1, 2):
         yield [f"auto, memory {factor} p".replace(" 1 p", " p"), *(cell(searched(p, m, factor * p)) for p, m in SIZES)]

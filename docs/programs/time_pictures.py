@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +18,24 @@ from docs.programs.broken_run import MISTAKES, count_tokens, in_step_3, replaced
 from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
+from docs.programs.tutor import LEVELS
 from picotron import process_group_manager as pgm
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.run.config_reader import load_config
 from picotron.run.model_config import load_model_config
+from tests.support.torch_schedules import CLASSES, torch_programs
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import Message, fake_rank, message
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.schedules.actions import Schedule
+from workbench.schedules.nccl_step import simulate_nccl
+from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build
-from workbench.schedules.simulate import Costs, memory_curves, simulate, summary
+from workbench.schedules.simulate import Costs, Timeline, memory_curves, simulate, summary
 
 # Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
 SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
@@ -156,35 +160,74 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
     return str(picture)
 
 
-def schedules(pp: int = 4, micro_batches: int = 8) -> str:
-    """Draw all schedules on one time axis, simulated with a backward that takes as long as two forwards."""
-    built = {name: build(name, pp, micro_batches) for name in SCHEDULES}
-    timelines = {name: simulate(s, Costs(weights=[1 / s.chunks] * s.num_stages)) for name, s in built.items()}
-    left, row, gap, curve = 50, 22, 3, 30
+FORWARDS = "unit: the forward of one micro-batch through all stages of a pp rank"
+
+
+def compared(
+    timelines: dict[str, Timeline], unit: str = FORWARDS, activations: int = 0, notes: Sequence[str] = ()
+) -> str:
+    """Draw timelines on one time axis, with their titles.
+
+    Args:
+        activations: what the height of a curve of pp rank 0's activations stands for; 0 for no curves.
+        notes: lines below the legend.
+    """
+    left, row, gap, curve, pp = 50, 22, 3, 30 * (activations > 0), len(next(iter(timelines.values())).spans)
     height, duration = pp * (row + gap) + curve + 46, max(timeline.step_time for timeline in timelines.values())
-    scale = (WIDTH - left - 6) / duration
-    picture = Svg(WIDTH, height * len(timelines) + 6 * LINE)
+    scale, top = (WIDTH - left - 6) / duration, (1 + len(notes)) * LINE
+    picture = Svg(WIDTH, top + height * len(timelines) + 3 * LINE)
     picture.legend(left, 0, *timelines.values())
-    picture.text(
-        left, LINE + 17, "Lighter: a later stage of the same rank. Half boxes: a forward and a backward that overlap."
-    )
-    picture.text(
-        left, 2 * LINE + 17, f"Curve: activations of pp rank 0; its full height is {micro_batches} micro-batches."
-    )
-    for number, (name, timeline) in enumerate(timelines.items()):
-        y = 3 * LINE + 12 + number * height
-        facts = ", ".join(f"{what} {value}" for what, value in summary(timeline).items())
-        picture.text(left, y + 14, f"{name}: {facts}")
+    for number, note in enumerate(notes, start=1):
+        picture.text(left, number * LINE + 17, note)
+    for number, (title, timeline) in enumerate(timelines.items()):
+        y = top + 12 + number * height
+        picture.text(left, y + 14, title)
         for rank in range(pp):
             picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
         picture.timeline(timeline, left, y + LINE, scale, row, gap)
-        bottom = y + LINE + pp * (row + gap) + curve
-        picture.curve(
-            [*memory_curves(timeline)[0], (timeline.step_time, 0.0)], left, bottom, scale, curve / micro_batches
-        )
-    unit = "unit: the forward of one micro-batch through all stages of a pp rank"
-    picture.time_axis(left, 3 * LINE + 6 + len(timelines) * height, scale, duration, 5, unit)
+        if activations:
+            bottom, steps = (
+                y + LINE + pp * (row + gap) + curve,
+                [*memory_curves(timeline)[0], (timeline.step_time, 0.0)],
+            )
+            picture.curve(steps, left, bottom, scale, curve / activations)
+    picture.time_axis(left, top + 6 + len(timelines) * height, scale, duration, 5, unit)
     return str(picture)
+
+
+def schedules(pp: int = 4, micro_batches: int = 8) -> str:
+    """Draw all schedules, simulated with a backward that takes as long as two forwards."""
+    timelines = {}
+    for name in SCHEDULES:
+        schedule = build(name, pp, micro_batches)
+        timeline = simulate(schedule, Costs(weights=[1 / schedule.chunks] * schedule.num_stages))
+        timelines[f"{name}: {', '.join(f'{what} {value}' for what, value in summary(timeline).items())}"] = timeline
+    notes = [
+        "Lighter: a later stage of the same rank. Half boxes: a forward and a backward that overlap.",
+        f"Curve: activations of pp rank 0; its full height is {micro_batches} micro-batches.",
+    ]
+    return compared(timelines, activations=micro_batches, notes=notes)
+
+
+def puzzle() -> str:
+    """Draw the schedule that the search finds for level 7 of the Pipeline Schedule Tutor."""
+    level = LEVELS["ragged"]
+    return compared({level.name: simulate(level.solve().schedule, level.costs)}, "slots")
+
+
+def stall(name: str = "interleaved_1f1b", pp: int = 4, micro_batches: int = 8) -> str:
+    """Draw a step on NCCL, with torch's order of the messages in one communicator, and with picotron's order in two.
+    Grey bars are messages that wait.
+    """
+    programs, ours = torch_programs(name, pp, micro_batches), build(name, pp, micro_batches)
+    costs = Costs(weights=[1 / ours.chunks] * ours.num_stages)
+    timelines = {
+        f"torch's {CLASSES[name].__name__}, one communicator": simulate_nccl(
+            assemble(programs, name), costs, programs, "one"
+        ),
+        f"picotron's {name}, a communicator for each direction": simulate_nccl(ours, costs),
+    }
+    return compared({f"{title}: {each.step_time:g}": each for title, each in timelines.items()})
 
 
 # The future is covered; the cover shrinks and a line moves while time passes, and both wait at the end of the step.
@@ -312,4 +355,4 @@ def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__, buckets, schedules, animated_1f1b, trade_off, calls)
+    main(__doc__, buckets, schedules, animated_1f1b, trade_off, calls, puzzle, stall)

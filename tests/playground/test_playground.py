@@ -1,11 +1,15 @@
 """The playground's Python: what the page gets for its requests. (playground/tests has the tests in a browser.)"""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs.programs.tutor import link
 from playground.bridge import call
+from playground.build import results
 from playground.puzzles import PUZZLES
 from puzzles.catalogue import find
 from workbench.schedules.schedules import SCHEDULES, build
@@ -59,6 +63,14 @@ def test_csv_and_python_of_a_schedule_give_its_timeline() -> None:
     for language in ("csv", "python"):
         drawn = ask("timeline", schedule=language, text=texts[language], **request)
         assert drawn["starts"] == original["starts"], language
+
+
+def test_links_of_the_page_open_the_solution_of_a_puzzle() -> None:
+    page = Path("docs/pipeline_schedules.md").read_text()
+    assert link("ragged") in page
+    (state,) = re.findall(r"playground\.md#(a=csv[^)]*)", page)
+    drawn, _ = (each["result"] for each in results(state))
+    assert (drawn["step_time"], drawn["placement"], max(drawn["peaks"])) == (20, "loop", 3)
 
 
 F = "def f(rank, pp, m):\n    return "

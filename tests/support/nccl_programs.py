@@ -33,11 +33,11 @@ from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import global_mean
-from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
 from workbench.pipelines import recorder
 from workbench.pipelines.executor import reverse_group
+from workbench.schedules.nccl_calls import Compute, Operation, Part, Program, Wait
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
 SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)

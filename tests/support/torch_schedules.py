@@ -11,6 +11,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from workbench.schedules.actions import AnyAction
+from workbench.schedules.schedule_csv import parse_csv
+
 CLASSES = {
     "looped_bfs": ScheduleLoopedBFS,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -39,3 +42,9 @@ def torch_schedule(kind: type[Any], pp: int, micro_batches: int, chunks: int) ->
         for chunk in range(chunks)
     ]
     return kind(stages, micro_batches)
+
+
+def torch_programs(name: str, pp: int, micro_batches: int, chunks: int = 2) -> list[list[AnyAction]]:
+    """Return the programs of all ranks as torch runs them, with messages, without FSDP's actions."""
+    plan = torch_schedule(CLASSES[name], pp, micro_batches, chunks).pipeline_order_with_comms
+    return parse_csv("\n".join(",".join(map(str, plan[rank])) for rank in range(pp)), name)

@@ -19,9 +19,10 @@ from picotron.console import UserError, number, print_line
 from workbench.drawing.draw import write
 from workbench.drawing.draw_text import as_text
 from workbench.drawing.score import score_tables
-from workbench.schedules.actions import Schedule
+from workbench.schedules.actions import AnyAction, Schedule
 from workbench.schedules.generation import generation
-from workbench.schedules.schedule_csv import read_csv
+from workbench.schedules.nccl_step import COMMUNICATORS, simulate_nccl
+from workbench.schedules.schedule_csv import assemble, is_message, read_csv, read_programs
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build
 from workbench.schedules.search import Shape, fastest_schedule, shapes
 from workbench.schedules.simulate import Costs, Timeline, simulate, summary
@@ -32,22 +33,24 @@ Timelines = dict[str, Timeline]  # by title
 
 def draw_schedule(options: argparse.Namespace) -> Timelines:
     schedule = build(options.name, options.pp, options.micro_batches, options.chunks, options.group_size)
-    return {title(options.name, schedule): simulate_equal(schedule, options, options.name)}
+    return drawn(options.name, schedule, options)
 
 
 def draw_all(options: argparse.Namespace) -> Timelines:
-    timelines = {}
+    timelines: Timelines = {}
     for name, recipe in SCHEDULES.items():
         chunks = options.chunks if recipe.any_chunks else None
         group_size = options.group_size if recipe.has_groups else None
         schedule = build(name, options.pp, options.micro_batches, chunks, group_size)
-        timelines[title(name, schedule)] = simulate_equal(schedule, options, name)
+        timelines |= drawn(name, schedule, options)
     return timelines
 
 
 def draw_csv(options: argparse.Namespace) -> Timelines:
-    schedule = read_csv(options.file)
-    return {title(options.file, schedule): simulate_equal(schedule, options)}
+    programs = read_programs(options.file)
+    with_messages = any(is_message(action) for program in programs for action in program)
+    schedule = assemble(programs, f"{options.file!r}")
+    return drawn(options.file, schedule, options, programs if with_messages else ())
 
 
 def draw_measured(options: argparse.Namespace) -> Timelines:
@@ -58,7 +61,7 @@ def draw_measured(options: argparse.Namespace) -> Timelines:
 def draw_generation(options: argparse.Namespace) -> Timelines:
     pp, groups, tokens, chunks = options.pp, options.groups or options.pp, options.tokens, options.chunks or 1
     caption = f"generation, pp={pp}, groups={groups}, tokens={tokens}, chunks={chunks}"
-    return {caption: simulate_equal(generation(pp, groups, tokens, chunks), options)}
+    return {caption: simulate(generation(pp, groups, tokens, chunks), equal_stages(pp, chunks, options))}
 
 
 def search(options: argparse.Namespace) -> Timelines:
@@ -85,9 +88,17 @@ def fastest(pp: int, costs: Mapping[Shape, Costs], options: argparse.Namespace) 
     return {f"{title(name, found.schedule)}, {found.quality}": simulate(found.schedule, found.costs)}
 
 
-def simulate_equal(schedule: Schedule, options: argparse.Namespace, name: str | None = None) -> Timeline:
-    costs = equal_stages(schedule.pp, schedule.chunks, options)
-    return simulate(schedule, dataclasses.replace(costs, waits=name in LOOPS and costs.p2p + costs.transfer > 0))
+def drawn(
+    name: str, schedule: Schedule, options: argparse.Namespace, programs: Sequence[Sequence[AnyAction]] = ()
+) -> Timelines:
+    """Return the timeline of a schedule with equal stages; with --nccl, also in the order of the programs' messages."""
+    costs, caption = equal_stages(schedule.pp, schedule.chunks, options), title(name, schedule)
+    if not options.nccl:
+        waits = name in LOOPS and costs.p2p + costs.transfer > 0
+        return {caption: simulate(schedule, dataclasses.replace(costs, waits=waits))}
+    played = simulate_nccl(schedule, costs, programs, options.nccl)
+    stall = played.step_time / simulate(schedule, costs).step_time - 1
+    return {f"{caption}, on NCCL (communicators: {options.nccl}) {stall:.1%} longer": played}
 
 
 def equal_stages(pp: int, chunks: int, options: argparse.Namespace) -> Costs:
@@ -132,19 +143,19 @@ COMMANDS = {
         draw_schedule,
         "draw a hand-made schedule",
         "zbv --pp 4 --micro_batches 8 --out zbv.svg",
-        "name --pp --micro_batches --chunks --group_size --p2p --transfer --activations --deferred --out",
+        "name --pp --micro_batches --chunks --group_size --p2p --transfer --nccl --activations --deferred --out",
     ),
     "all": Command(
         draw_all,
         "draw all hand-made schedules",
         "--pp 4 --micro_batches 8 --out schedules.html",
-        "--pp --micro_batches --chunks --group_size --p2p --transfer --deferred --out",
+        "--pp --micro_batches --chunks --group_size --p2p --transfer --nccl --deferred --out",
     ),
     "csv": Command(
         draw_csv,
         "draw a schedule from a CSV file with one line of actions per pp rank",
         "own.csv --p2p 0.1",
-        "file --p2p --transfer --activations --deferred --out",
+        "file --p2p --transfer --nccl --activations --deferred --out",
     ),
     "measured": Command(
         draw_measured,
@@ -195,6 +206,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--group_size": COUNT | {"help": "micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1"},
     "--p2p": TIME | {"help": "latency of a message between pp ranks; by default 0"},
     "--transfer": TIME | {"help": "time in which a message occupies the link between two pp ranks; by default 0"},
+    "--nccl": {"nargs": "?", "const": "directions", "choices": COMMUNICATORS,
+               "help": "run the messages of each communicator in the order of the calls, as NCCL does: those of the file, "
+                       "or those that picotron adds; default: two communicators, one for each direction"},
     "--activations": SIZE | {"nargs": "+", "help": "activations of a micro-batch in each stage, in any unit; by default, "
                                                    "those in all stages of a pp rank are 1"},
     "--deferred": {"type": number(float, 0), "metavar": "FRACTION", "default": 1.0,

@@ -33,10 +33,7 @@ from workbench.pipelines.modules import (
 from workbench.pipelines.recorder import Recorder, record_action
 from workbench.pipelines.split_backward import DeferredGrads, defer_weight_grads, run_deferred
 from workbench.schedules.actions import Action, AnyAction, Schedule
-from workbench.schedules.checker import add_communication
-
-MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one output
-
+from workbench.schedules.checker import MAX_SENDS_IN_FLIGHT, add_communication
 
 reverse_groups: MutableMapping[ProcessGroupManager, dist.ProcessGroup] = WeakKeyDictionary()
 

@@ -15,6 +15,7 @@ from picotron.console import UserError
 from workbench.schedules.actions import Action, AnyAction, Schedule
 from workbench.schedules.simulate import Timeline, simulate
 
+MAX_SENDS_IN_FLIGHT = 2  # per receiving rank; each holds the memory of one output
 ADDED_AUTOMATICALLY = "messages and reductions are added automatically"
 
 

@@ -4,7 +4,7 @@
 1F0,1B0,1F1,1B1
 
 torch.distributed.pipelining reads and writes the same format (`compute_only`). Of its format `compute_comms`, the cells
-of messages, of FSDP and of reductions are ignored, because `checker` adds messages and reductions.
+of FSDP, of reductions and (except by `nccl_step`) of messages are ignored: `checker` adds messages and reductions.
 """
 
 import csv
@@ -16,7 +16,7 @@ from picotron.console import UserError, first_line
 from workbench.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
 from workbench.schedules.checker import check
 
-_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB][0-9]+)")  # of torch's `compute_comms`
+_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")  # of torch's `compute_comms`
 
 
 def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
@@ -33,11 +33,16 @@ def read_csv(path: str | Path) -> Schedule:
     Raises:
         UserError: the file cannot be read, a cell is not an action, or `check` finds a fault in the schedule.
     """
+    return assemble(read_programs(path), f"{str(path)!r}")
+
+
+def read_programs(path: str | Path) -> list[list[AnyAction]]:
+    """Read the programs of a CSV file, with the messages that it has. Raises a UserError as `parse_csv` does."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}") from None
-    return assemble(parse_csv(text, f"{str(path)!r}"), f"{str(path)!r}")
+    return parse_csv(text, f"{str(path)!r}")
 
 
 def parse_csv(text: str, name: str) -> list[list[AnyAction]]:
@@ -60,11 +65,13 @@ def assemble(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
 
 
 def arrange(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
-    """Find the numbers and the placement of the stages that programs are for. `check` says whether they can run.
+    """Find the numbers and the placement of the stages that programs are for, and leave out messages. `check` says
+    whether they can run.
 
     Raises:
         UserError: the programs are empty, or the ranks cannot have the same number of stages.
     """
+    programs = [[action for action in program if not is_message(action)] for program in programs]
     parts = [part for program in programs for action in program for part in action.parts]
     if not parts:
         raise UserError(f"the schedule {name} is empty; expected a line of actions like 0F0,0B0 for each pp rank")
@@ -76,6 +83,10 @@ def arrange(programs: Sequence[Sequence[AnyAction]], name: str) -> Schedule:
     in_a_v = pp > 1 and any(part.stage == pp for action in programs[-1] for part in action.parts)
     placement: Placement = "V" if in_a_v else "loop"
     return Schedule(programs, 1 + max(part.micro_batch for part in parts), num_stages // pp, placement)
+
+
+def is_message(action: AnyAction) -> bool:
+    return "_" in action.parts[0].kind
 
 
 def _program(name: str, line: int, cells: Sequence[str]) -> list[AnyAction]:

@@ -100,7 +100,8 @@ class Greedy:
         full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
         # How far each rank could have run ahead in the last run, by its knobs other than the slope.
         self.reached: dict[tuple[bool, float], list[int]] = {}
-        self.room = [empty.chunks * self.memory / size if size else math.inf for size in full]  # in forwards
+        # in whole forwards, so that a fraction of one more, which holds nothing, changes nothing
+        self.room = [math.floor(empty.chunks * self.memory / size) if size else math.inf for size in full]
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
         """Return a schedule, or None if its step would take at least `stop`, if memory is too short for a micro-batch,

@@ -14,7 +14,6 @@ from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.parallelize import build_stage
-from tests.support.nccl_calls import Part, Program
 from tests.support.nccl_programs import describe, recorded_rank
 from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.generation.rotation import Group, Rotation, generating
@@ -22,6 +21,7 @@ from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.schedules.actions import Action
 from workbench.schedules.generation import generation
+from workbench.schedules.nccl_calls import Part, Program
 
 ROUNDS = 4
 LAYOUTS: list[dict[str, Any]] = [

@@ -22,14 +22,14 @@ from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.nccl_calls import operations
-from tests.support.nccl_order import Play
 from tests.support.nccl_programs import recorded_rank
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor, StepState
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
 from workbench.schedules.actions import Action
+from workbench.schedules.nccl_calls import operations
+from workbench.schedules.nccl_order import Play
 from workbench.schedules.schedules import build
 
 

@@ -77,6 +77,12 @@ def stages_of(pp: int, shape: Shape) -> list[list[int]]:
     return [empty.stages_of(rank) for rank in range(pp)]
 
 
+def test_room_for_a_part_of_an_activation_changes_nothing() -> None:
+    options = {(chunks, placement): Costs(weights=[1 / chunks] * 4 * chunks) for chunks, placement in search.SHAPES}
+    found = [fastest_schedule(4, 8, memory, options) for memory in (3.5, 3.9)]
+    assert found[0].schedule == found[1].schedule
+
+
 @pytest.mark.processes
 def test_all_processes_find_the_same_schedule() -> None:
     """The order of sets and dicts of strings differs between processes."""

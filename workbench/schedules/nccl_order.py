@@ -1,7 +1,6 @@
-"""NCCL's rules of order: play the programs of all ranks on them, and find out whether every rank finishes.
+"""NCCL's rules of order: play the programs of all ranks on them, and find out when every rank finishes, and whether.
 
-`nccl_programs` records the programs of real steps. The rules are those of PyTorch [P] and NCCL [N], each in its worst
-case:
+`nccl_step` makes the programs of a schedule. The rules are those of PyTorch [P] and NCCL [N], each in its worst case:
 
 - Each process group has one stream per rank. Its operations run there one after the other, in the order of the calls.
   An operation starts when the compute stream has reached the call and the previous operation of the stream has ended.
@@ -21,7 +20,7 @@ case:
   in flight fit, see `most_in_flight`.
 
 No rule involves a choice: each operation has its place in one stream, and its partners on other ranks. So whether all
-ranks finish does not depend on the durations of computations and messages, and here messages take no time.
+ranks finish does not depend on the durations of computations and messages.
 
 [P] https://docs.pytorch.org/docs/stable/distributed.html
 [N] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage.html
@@ -30,11 +29,18 @@ ranks finish does not depend on the durations of computations and messages, and 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from tests.support.nccl_calls import Compute, Event, Meeting, Operation, Program, Wait, creation, match, operations
-
-
-class Deadlock(AssertionError):
-    """Ranks that wait for each other."""
+from picotron.console import UserError
+from workbench.schedules.nccl_calls import (
+    Compute,
+    Event,
+    Meeting,
+    Operation,
+    Program,
+    Wait,
+    creation,
+    match,
+    operations,
+)
 
 
 class Rank:
@@ -46,6 +52,7 @@ class Rank:
         streams: operations that have been called and have not ended, with the times of their calls, by stream.
         free: time at which the last operation of each stream ended.
         ended: times at which operations ended, by handle.
+        spans: computations and operations, with the times of their starts and ends.
     """
 
     def __init__(self, number: int, program: Program, meetings: dict[int, list[Meeting]]) -> None:
@@ -54,6 +61,7 @@ class Rank:
         self.streams: dict[str, deque[tuple[Operation, float]]] = defaultdict(deque)
         self.free: dict[str, float] = defaultdict(float)
         self.ended: dict[int, float] = {}
+        self.spans: list[tuple[Compute | Operation, float, float]] = []
         self.by_handle = {operation.handle: operation for operation in operations(program)}
 
 
@@ -64,6 +72,7 @@ class Play:
         cost: function that returns the time that the compute stream needs for an event: a computation, or that between
             two calls.
         one_at_a_time: whether an operation waits for the earlier operations of other groups, too.
+        message: time that a message takes, from when both ends have started it.
     """
 
     def __init__(
@@ -71,9 +80,10 @@ class Play:
         programs: Sequence[Program],
         cost: Callable[[Event], float] = lambda event: float(isinstance(event, Compute)),
         one_at_a_time: bool = False,
+        message: float = 0.0,
     ) -> None:
         self.ranks = [Rank(i, *each) for i, each in enumerate(zip(programs, match(programs), strict=True))]
-        self.cost, self.one_at_a_time = cost, one_at_a_time
+        self.cost, self.one_at_a_time, self.message = cost, one_at_a_time, message
         self.arrived: dict[Meeting, dict[int, float]] = defaultdict(dict)
         self.ends: dict[Meeting, float] = {}
 
@@ -81,14 +91,14 @@ class Play:
         """Play all programs, and return the time at which the last rank finishes.
 
         Raises:
-            Deadlock: some ranks never finish.
+            UserError: some ranks never finish.
         """
         while any(self.advance(rank) for rank in self.ranks):
             pass
         stuck = [rank for rank in self.ranks if rank.position < len(rank.program)]
         if stuck:
             waits = [f"rank {rank.number} waits in {self.obstacle(rank)}" for rank in stuck]
-            raise Deadlock("deadlock: " + ",\n".join(waits))
+            raise UserError("deadlock: " + ",\n".join(waits))
         return max(rank.time for rank in self.ranks)
 
     def advance(self, rank: Rank) -> bool:
@@ -113,7 +123,9 @@ class Play:
                 return False
             rank.time = max(rank.time, created)
             rank.streams[self.stream_of(event)].append((event, rank.time))
-        rank.time += self.cost(event)
+        start, rank.time = rank.time, rank.time + self.cost(event)
+        if isinstance(event, Compute):
+            rank.spans.append((event, start, rank.time))
         rank.position += 1
         return True
 
@@ -124,10 +136,12 @@ class Play:
             while stream:
                 operation, called = stream[0]
                 start = max(called, rank.free[name])
-                ends = [self.meet(meeting, rank, start) for meeting in rank.meetings[operation.handle]]
-                if None in ends:
+                meetings = rank.meetings[operation.handle]
+                ends = [end for meeting in meetings if (end := self.meet(meeting, rank, start)) is not None]
+                if len(ends) < len(meetings):
                     break
                 rank.ended[operation.handle] = rank.free[name] = max(ends)
+                rank.spans.append((operation, start, max(ends)))
                 stream.popleft()
                 happened = True
         return happened
@@ -139,7 +153,7 @@ class Play:
         if len(arrived) < len(meeting.ranks):
             return None
         if meeting not in self.ends:
-            self.ends[meeting] = max(arrived.values())
+            self.ends[meeting] = max(arrived.values()) + self.message * (meeting.kind == "message")
         return self.ends[meeting]
 
     def stream_of(self, operation: Operation) -> str:

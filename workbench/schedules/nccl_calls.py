@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from picotron.console import UserError
+
 
 class Compute(NamedTuple):
     """A computation, such as 2F0."""
@@ -61,10 +63,6 @@ class Meeting(NamedTuple):
     number: int
 
 
-class Mismatch(AssertionError):
-    """A call for which another rank has no matching call."""
-
-
 def operations(program: Program) -> Iterator[Operation]:
     return (event for event in program if isinstance(event, Operation))
 
@@ -76,8 +74,10 @@ def meetings_of(rank: int, program: Program) -> dict[int, list[Meeting]]:
     for operation in operations(program):
         meetings[operation.handle] = []
         for part in operation.parts:
-            ends = {"send": (rank, part.peer), "receive": (part.peer, rank)}.get(part.operation)
-            first = Meeting(operation.group, ends or operation.ranks, "message" if ends else "collective", 0)
+            first = Meeting(operation.group, operation.ranks, "collective", 0)
+            if part.peer is not None:
+                ends = (rank, part.peer) if part.operation == "send" else (part.peer, rank)
+                first = first._replace(ranks=ends, kind="message")
             meetings[operation.handle].append(first._replace(number=count[first]))
             count[first] += 1
     return meetings
@@ -95,7 +95,7 @@ def match(programs: Sequence[Program]) -> list[dict[int, list[Meeting]]]:
     the results would be wrong, but no rank would hang.
 
     Raises:
-        Mismatch: two calls that meet differ, or a rank lacks a call, never waits for an operation, or uses a group
+        UserError: two calls that meet differ, or a rank lacks a call, never waits for an operation, or uses a group
             first for a batch of messages.
     """
     meetings = [meetings_of(rank, program) for rank, program in enumerate(programs)]
@@ -105,9 +105,9 @@ def match(programs: Sequence[Program]) -> list[dict[int, list[Meeting]]]:
         created: set[str] = set()
         for operation in operations(program):
             if operation.handle not in waits:
-                raise Mismatch(f"rank {rank} never waits for {operation}")
+                raise UserError(f"rank {rank} never waits for {operation}")
             if operation.group not in created and operation.is_batch:
-                raise Mismatch(f"rank {rank} uses a group first for a batch of messages: {operation}")
+                raise UserError(f"rank {rank} uses a group first for a batch of messages: {operation}")
             created.add(operation.group)
             for meeting, part in zip(meetings[rank][operation.handle], operation.parts, strict=True):
                 calls[meeting][rank] = part, operation
@@ -115,13 +115,13 @@ def match(programs: Sequence[Program]) -> list[dict[int, list[Meeting]]]:
         rank, (part, operation) = next(iter(met.items()))
         for other in meeting.ranks:
             if other not in met:
-                raise Mismatch(f"rank {rank} calls {operation}, for which rank {other} has no call")
+                raise UserError(f"rank {rank} calls {operation}, for which rank {other} has no call")
             their_part, theirs = met[other]
             # Both ends of a message have the same tensor; a collective also has the same purpose on all ranks.
             if part.tensor != their_part.tensor or (
                 meeting.kind == "collective" and (part, operation.call_site) != (their_part, theirs.call_site)
             ):
-                raise Mismatch(f"rank {rank} calls {operation}, but rank {other} calls {theirs}")
+                raise UserError(f"rank {rank} calls {operation}, but rank {other} calls {theirs}")
     return meetings
 
 
