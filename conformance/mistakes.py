@@ -459,7 +459,7 @@ MISTAKES: dict[str, Mistake] = {
     "ddp: stale_replica": Mistake(DDP, "        optimizer.step()", "        rank or optimizer.step()", ("step dp2",)),
     "ddp: gradients_not_set_to_zero": Mistake(
         DDP, "        optimizer.zero_grad()\n", "", ("steps dp2",),
-        thread="facebookresearch/nwm#16", place=r"step 2: gradient of .*, when the optimizer gets it",
+        thread="facebookresearch/nwm#16", place=r"step 2: gradient of lm_head\.weight",
     ),
     "ddp: no_clipping": Mistake(DDP, "case.max_grad_norm or ", "", ("steps dp2",)),
     "ddp: rate_of_the_step_before": Mistake(

@@ -83,7 +83,8 @@ def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[D
     mantissas tell, even if all of them were divided by one number afterwards.
     """
     allowed = round(2 / torch.finfo(case.torch_dtype).eps)
-    for step, found in enumerate(gradients) if case.sizes["dp"] * case.sizes["cp"] * case.micro_batches > 1 else ():
+    are_sums = case.sizes["dp"] * case.sizes["cp"] * case.micro_batches > 1 and case.torch_dtype != case.weight_dtype
+    for step, found in enumerate(gradients) if are_sums else ():
         numbers = torch.cat([x[x != 0] for x in found.values()])
         if len(numbers) >= MANY:
             different = len(torch.frexp(numbers.float().abs()).mantissa.unique())
