@@ -45,7 +45,7 @@ def train(tp: int) -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
     losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions
     for batch in llama.make_batches():
-        rows = batch.view(llama.MICRO_BATCHES, -1, llama.LENGTH + 1)
+        rows = batch.view(llama.MICRO_BATCHES, -1, llama.LENGTH + 1)  # (micro-batch, B, T + 1)
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
         optimizer.step()
         optimizer.zero_grad()
