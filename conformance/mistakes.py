@@ -494,8 +494,8 @@ MISTAKES: dict[str, Mistake] = {
     "zero1: norm_of_own_parts": Mistake(
         "conformance/adapters/loop.py", "    dist.all_reduce(square)\n", "", (f"{OWN_ZERO1} step dp2",)
     ),
-    "tensor: copy_not_summed": Mistake(OWN_TENSOR, "return sum_over_ranks(gradients[0])", "return gradients[0]", ("step tp2",)),
-    "tensor: partial_sums": Mistake(OWN_TENSOR, "return sum_over_ranks(partial)", "return partial.clone()", ("step tp2",)),
+    "tensor: copy_not_summed": Mistake(OWN_TENSOR, "*inputs, copy, all_reduce", "*inputs, copy, copy", ("step tp2",)),
+    "tensor: partial_sums": Mistake(OWN_TENSOR, "output, all_reduce, copy", "output, copy, copy", ("step tp2",)),
     "tensor: replicas_counted_on_every_rank": Mistake(
         OWN_TENSOR, "for name in places), torch.zeros", "for name in squares), torch.zeros", ("step tp2",)
     ),
@@ -511,7 +511,7 @@ MISTAKES: dict[str, Mistake] = {
         thread="pytorch/pytorch#139404", place=r"gradient of model\.layers\.1 output on rank 0 holds the values of rows 12-15",
     ),
     "ring: shift_without_backward": Mistake(
-        OWN_RING, "return shift(gradients[0], -1)", "return gradients[0]", ("step cp2",),
+        OWN_RING, "return shift(gradient, -1)", "return gradient", ("step cp2",),
         thread="NVIDIA/Megatron-LM#1464", place=r"gradient of \S*layers\.1\.self_attn\.[vk]_proj output",
     ),
     "ring: keys_of_the_next_rank": Mistake(OWN_RING, "(rank - i) % ranks  #", "(rank + i) % ranks  #", ("step cp4",)),
@@ -588,12 +588,12 @@ MISTAKES: dict[str, Mistake] = {
         thread="vllm-project/vllm-gguf-plugin#103", place=r"layers\.0\.self_attn\.q_proj.* rows .* are on no rank",
     ),
     "tp: backward_not_summed": Mistake(
-        PLAIN_TP, "        return reduce_scatter(gradients[0])",
-        "        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()].clone()", (f"{PLAIN_TP} step tp2",),
+        PLAIN_TP, "x, all_gather, reduce_scatter",
+        "x, all_gather, lambda y: y.chunk(dist.get_world_size())[dist.get_rank()].clone()", (f"{PLAIN_TP} step tp2",),
         thread="NovaSky-AI/SkyRL#1886", place=r"gradient of \S*layers\.1\.post_attention_layernorm output",
     ),
     "tp: mean_instead_of_sum": Mistake(
-        PLAIN_TP, "        return reduce_scatter(x)", "        return reduce_scatter(x) / dist.get_world_size()",
+        PLAIN_TP, "reduce_scatter, all_gather", "lambda y: reduce_scatter(y) / dist.get_world_size(), all_gather",
         (f"{PLAIN_TP} step tp2",),
         thread="vllm-project/vllm#33088", place=r"layers\.0\.self_attn\.o_proj output .* is 0\.5 times",
     ),

@@ -111,17 +111,17 @@ PUZZLES = [
     Puzzle(
         "p07_mlp",
         "tensor",
-        "the two autograd functions of a parallel MLP",
+        "the two pairs of a parallel MLP",
         "docs/tensor_parallel.md#why-a-copy-sums-in-the-backward-pass-an-example-with-two-ranks",
         (
-            "Without any communication, y is only a part of the sum. Once it is summed in Leave, which of dx, dup and ddown "
+            "Without any communication, y is only a part of the sum. Once it is summed in leave, which of dx, dup and ddown "
             "are still wrong?",
-            "In forward, one of the two functions sums over the ranks, and the other returns its argument. In backward, it is "
+            "In forward, one of the two pairs sums over the ranks, and the other returns its argument. In backward, it is "
             "the other way round.",
-            "Leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For Enter, look at the "
+            "leave: forward returns group.all_reduce(y), and backward returns the gradient unchanged. For enter, look at the "
             "last two lines of the page's example: dx is partial on each rank, and is then summed.",
         ),
-        "picotron/tensor_parallel/tp_communications.py copy_to_ranks is your Enter, and reduce_from_ranks your Leave.",
+        "picotron/tensor_parallel/tp_communications.py has Pair, enter and leave.",
     ),
     Puzzle(
         "p08_cross_entropy",

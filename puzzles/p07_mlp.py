@@ -1,8 +1,9 @@
-"""Puzzle 7, tensor: the two autograd functions of a parallel MLP.
+"""Puzzle 7, tensor: the two pairs of a parallel MLP.
 
 To read: docs/tensor_parallel.md, "Why a copy sums in the backward pass". Check your answer with `python -m puzzles 7`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,31 +20,34 @@ def parallel_mlp(x: Tensor, up: Tensor, down: Tensor, group: Group) -> Tensor:
     down (D, F/n). The gradients of x, of these rows and of these columns must equal those of one
     process. A rank may send at most two all-reduces of (T, D), forward and backward together.
     """
-    x = Enter.apply(x, group)
-    return Leave.apply(F.silu(x @ up.T) @ down.T, group)
+    x = enter(x, group)
+    return leave(F.silu(x @ up.T) @ down.T, group)
 
 
-class Enter(torch.autograd.Function):
-    """Applied before the column-parallel matrix. `group.all_reduce(y)` returns the sum of y over all ranks."""
+class Pair(torch.autograd.Function):
+    """forward: a function of (tensor, group). backward: the function that its gradient needs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """Return what the matrix multiplies. Save what backward needs in ctx: ctx.group = group."""
+    def forward(
+        ctx: Any, x: Tensor, group: Group, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return `forward` of x. Save what backward needs in ctx, for example: ctx.group = group."""
         raise NotImplementedError
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of x, given that of forward's result; and None, because a group has no gradient."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, given that of forward's result; and None for each of the three other arguments."""
         raise NotImplementedError
 
 
-class Leave(torch.autograd.Function):
-    """Applied after the row-parallel matrix."""
+def enter(x: Tensor, group: Group) -> Tensor:
+    """Return what the column-parallel matrix multiplies: `Pair.apply` with two functions of your choice.
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
-        raise NotImplementedError
+    `group.all_reduce(y)` returns the sum of y over all ranks.
+    """
+    raise NotImplementedError
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        raise NotImplementedError
+
+def leave(y: Tensor, group: Group) -> Tensor:
+    """Return the output, given the product of the row-parallel matrix."""
+    raise NotImplementedError

@@ -16,24 +16,24 @@ MAX_NORM = 1.0
 
 
 def clip_grad_norm(buckets: list[Bucket]) -> None:
-    """Scale all gradients by the same factor, so that their norm, over all ranks, is at most MAX_NORM."""
+    """Scale all gradients by one factor, so that their norm over all ranks is at most MAX_NORM."""
     own = [bucket.gradient_slices[rank[bucket.axis]] for bucket in buckets]
     square = torch.stack([gradient.square().sum() for gradient in own]).sum()
-    dist.all_reduce(square)  # over all axes: no two ranks own the same slice, so each number counts once
-    factor = (MAX_NORM / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
+    dist.all_reduce(square)  # over all axes: each number has one owner, and counts once
+    factor = (MAX_NORM / (square.sqrt() + 1e-6)).clamp(max=1.0)  # like clip_grad_norm_ of torch
     for gradient in own:
         gradient.mul_(factor)
 
 
 def train(dp: int, pp: int, cp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's part of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "pp": pp, "cp": cp, "tp": tp}, "dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp")
+    comm.make_groups("dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp", dp=dp, pp=pp, cp=cp, tp=tp)
     model = parallelize(llama.make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
-    losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions
     for batch in llama.make_batches():
-        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
+        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
         for bucket in buckets:
             bucket.work.wait()

@@ -1,6 +1,6 @@
-"""Communication, which steps 2 to 11 use unchanged: groups of ranks, and functions of (tensor, axis).
+"""Communication, which steps 2 to 11 use unchanged: groups of ranks; functions of (tensor, axis).
 
-All functions return a new tensor. The size of a group, and a rank's index in it, are in `size[axis]` and `rank[axis]`.
+All functions return a new tensor. Sizes and indices are in `size[axis]` and `rank[axis]`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from steps import llama
 
+Operation = Callable[..., Tensor]  # of (tensor, axis)
 group: dict[str, Any] = {}  # for each axis, this rank's group,
 size: dict[str, int] = {}  # the number of its members,
 rank: dict[str, int] = {}  # and this rank's index among them
@@ -23,9 +24,10 @@ SIZES = {"dp": [1, 2, 4], "pp": [1, 2, 3, 4, 5], "cp": [1, 2, 4, 8], "tp": [1, 2
 
 
 def check_sizes(**sizes: int) -> None:
-    """End the program with a sentence, unless all sizes work and there are as many processes as they need."""
+    """End the program with a sentence, unless all sizes work and fit the number of processes."""
     ranks, processes = math.prod(sizes.values()), dist.get_world_size()
-    wrong = [f"{axis} {n} does not work; use one of {SIZES[axis]}" for axis, n in sizes.items() if n not in SIZES[axis]]
+    bad = {axis: n for axis, n in sizes.items() if n not in SIZES[axis]}
+    wrong = [f"{axis} {n} does not work; use one of {SIZES[axis]}" for axis, n in bad.items()]
     if ranks != processes and not wrong:
         wrong = [f"the sizes {sizes} need --nproc_per_node {ranks}, not {processes}"]
     if wrong and dist.get_rank() == 0:
@@ -34,10 +36,10 @@ def check_sizes(**sizes: int) -> None:
         raise SystemExit  # with status 0, because torchrun adds a page of its own to any other
 
 
-def make_groups(sizes: dict[str, int], *axes: str) -> None:
-    """Number the ranks like the elements of an array with these sizes, and make the groups of each axis.
+def make_groups(*axes: str, **sizes: int) -> None:
+    """Number the ranks like elements of an array with these sizes; make the groups of each axis.
 
-    The members of a group differ in the dimensions that the axis names, such as "tp" or "cp_dp", and share the others.
+    The members of a group differ in the dimensions that the axis names ("tp", "cp_dp") only.
     """
     grid = torch.arange(dist.get_world_size()).view(*sizes.values())
     for axis in axes:
@@ -53,9 +55,7 @@ class Pair(torch.autograd.Function):
     """forward: one of the functions below. backward: the function that its gradient needs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: str, forward: Operation, backward: Operation) -> Tensor:
         ctx.axis, ctx.communicate = axis, backward
         return forward(x, axis)
 
@@ -84,31 +84,32 @@ def all_gather(shard: Tensor, axis: str) -> Tensor:
 
 
 def reduce_scatter(partial: Tensor, axis: str) -> Tensor:
-    """Sum the tensors of the ranks, and keep this rank's shard of the sequence: (B, T, D) -> (B, T/n, D)."""
+    """Sum the tensors; keep this rank's shard of the sequence: (B, T, D) -> (B, T/n, D)."""
     shards = [shard.contiguous() for shard in partial.chunk(size[axis], dim=1)]
     own = torch.empty_like(shards[0])
     dist.reduce_scatter(own, shards, group=group[axis])
     return own
 
 
-def send(tensor: Tensor, axis: str, to: int) -> dist.Work:
-    """Start to send a tensor to the rank with index `to`. Returns the handle to wait for."""
+def send(tensor: Tensor, axis: str, places: int) -> dist.Work:
+    """Start to send a tensor to the rank some places on, in a ring. Returns what to wait for."""
+    to = (rank[axis] + places) % size[axis]
     work = dist.isend(tensor.contiguous(), group=group[axis], group_dst=to)
     assert work is not None
     return work
 
 
-def receive(shape: Sequence[int], axis: str, source: int) -> Tensor:
-    """Wait for a tensor of this shape from the rank with index `source`."""
-    tensor = torch.empty(*shape, dtype=llama.DTYPE)
+def receive(shape: Sequence[int], axis: str, places: int) -> Tensor:
+    """Wait for a tensor of this shape from the rank some places on, in a ring."""
+    tensor, source = torch.empty(*shape, dtype=llama.DTYPE), (rank[axis] + places) % size[axis]
     dist.recv(tensor, group=group[axis], group_src=source)
     return tensor
 
 
 def send_to_next(tensor: Tensor, axis: str, places: int = 1) -> Tensor:
     """Send a tensor to the next rank of a ring, and return the one from the previous rank."""
-    work = send(tensor, axis, (rank[axis] + places) % size[axis])
-    received = receive(tensor.shape, axis, (rank[axis] - places) % size[axis])
+    work = send(tensor, axis, places)
+    received = receive(tensor.shape, axis, -places)
     work.wait()
     return received
 
@@ -119,7 +120,7 @@ def send_to_previous(tensor: Tensor, axis: str) -> Tensor:
 
 
 def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> None:
-    """Call `train` with the sizes on the command line, such as `--tp 2`. An axis that is not given has size 1."""
+    """Call `train` with the sizes on the command line, such as `--tp 2`. All others are 1."""
     parser = argparse.ArgumentParser()
     for axis in axes:
         parser.add_argument(f"--{axis}", type=int, default=1)
@@ -131,4 +132,4 @@ def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> N
         llama.print_losses(losses)
     dist.barrier()  # no rank ends while another one still communicates with it
     dist.destroy_process_group()
-    group.clear()  # the threads of a group end with its last reference, and should end before Python does
+    group.clear()  # the threads of a group end with its last reference

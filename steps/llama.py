@@ -1,10 +1,10 @@
 """Tiny Llama and its data, which all steps use unchanged: the model contains no parallelism.
 
-Steps replace attributes of a layer: `enter`, `leave`, `attend`, `positions` and `mlp`. Local sizes come from the shapes
-of the weights, so a layer that holds half of the heads runs the same code.
+Steps replace attributes of a layer: `enter`, `leave`, `attend`, `positions` and `mlp`. Local sizes
+come from the shapes of the weights, so a layer that holds half of the heads runs the same code.
 
-In shapes, B is the number of sequences of a micro-batch, T of tokens, H of query heads, K of key/value heads; D is the
-hidden size, d the head size, F the intermediate size and V the vocabulary size.
+In shapes, B is the number of sequences of a micro-batch, T of tokens, H of query and K of key/value
+heads; D is the hidden size, d the head size, F the intermediate size and V the vocabulary size.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 VOCABULARY = "0123456789+=\n"
 HIDDEN, INTERMEDIATE, LAYERS = 64, 160, 4
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 8
-BATCH, MICRO_BATCHES, LENGTH = 16, 4, 32  # sequences in a step; micro-batches on a rank; tokens of a sequence
+BATCH, MICRO_BATCHES, LENGTH = 16, 4, 32  # sequences of a step; micro-batches; tokens of a sequence
 STEPS, LEARNING_RATE = 10, 1e-2
 DTYPE = torch.float64  # so that layouts, which add in different orders, agree to many digits
 
@@ -27,13 +27,13 @@ def identity(x: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Let each token attend to itself and to those before it: q (B, H, T, d), k and v (B, K, T, d) -> (B, H, T, d)."""
+    """Attend to the tokens up to each: q (B, H, T, d), k and v (B, K, T, d) -> (B, H, T, d)."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + d/2]) by an angle that grows with the position (Su et al. 2021, arXiv:2104.09864),
-    computed in float32 like in transformers. x (B, T, heads, d), positions (T,) -> (B, T, heads, d)
+    """Rotate each pair (x[i], x[i + d/2]) by an angle that grows with the position, in float32 like
+    transformers: x (B, T, heads, d), positions (T,). Su et al. 2021, arXiv:2104.09864.
     """
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angles = positions[:, None, None].float() * frequencies  # (T, 1, d/2)
@@ -60,11 +60,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter: Callable[[Tensor], Tensor] = identity  # before the first matrices of attention and MLP
-        self.leave: Callable[[Tensor], Tensor] = identity  # after the last ones
+        self.enter: Callable[[Tensor], Tensor] = identity  # before the first matrices of a block
+        self.leave: Callable[[Tensor], Tensor] = identity  # after the last one
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.positions = torch.arange(LENGTH)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(HIDDEN, 1e-6), nn.RMSNorm(HIDDEN, 1e-6)
+        self.input_layernorm = nn.RMSNorm(HIDDEN, 1e-6)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, 1e-6)
         self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
         self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
@@ -73,7 +74,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.enter(self.input_layernorm(x))
-        q, k, v = (proj(y).unflatten(-1, (-1, HEAD_DIM)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (proj(y).unflatten(-1, (-1, HEAD_DIM)) for proj in projections)
         q, k = rotate(q, self.positions), rotate(k, self.positions)  # (B, T, H, d), (B, T, K, d)
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, d)
         x = x + self.leave(self.o_proj(y.transpose(1, 2).flatten(2)))
@@ -84,20 +86,22 @@ def make_model() -> nn.Sequential:
     """Make the same model in every process: token ids (B, T) -> logits (B, T, V)."""
     torch.manual_seed(0)
     embed_tokens, norm = nn.Embedding(len(VOCABULARY), HIDDEN), nn.RMSNorm(HIDDEN, 1e-6)
-    layers, lm_head = [DecoderLayer() for _ in range(LAYERS)], nn.Linear(HIDDEN, len(VOCABULARY), bias=False)
+    layers = [DecoderLayer() for _ in range(LAYERS)]
+    lm_head = nn.Linear(HIDDEN, len(VOCABULARY), bias=False)
     return nn.Sequential(embed_tokens, *layers, norm, lm_head).to(DTYPE)
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute these tokens' part of the mean loss of a batch: the parts are summed, whichever ranks compute them."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
+    """Compute these tokens' part of the mean loss of a batch: the parts of all ranks are summed."""
+    return F.cross_entropy(logits.mT, targets, reduction="sum") / (BATCH * LENGTH)  # (B, V, T)
 
 
 def make_batches() -> Tensor:
     """Draw token ids from a list of sums: (STEPS, BATCH, LENGTH + 1)."""
     text = "".join(f"{a}+{b}={a + b}\n" for a in range(10) for b in range(10))
     tokens = torch.tensor([VOCABULARY.index(character) for character in text])
-    starts = torch.randint(len(tokens) - LENGTH, (STEPS, BATCH), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(tokens) - LENGTH, (STEPS, BATCH), generator=generator)
     return tokens.unfold(0, LENGTH + 1, 1)[starts]
 
 

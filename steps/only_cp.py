@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from steps import communication, llama
 
 
-class Send(torch.autograd.Function):
-    """forward: send a tensor to the rank some places on in a ring. backward: send its gradient back."""
+class Shift(torch.autograd.Function):
+    """forward: send a tensor some places on in a ring. backward: send its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, places: int) -> Tensor:
-        ctx.places, rank, size, arriving = places, dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+        ctx.places, arriving = places, torch.empty_like(tensor)
+        rank, size = dist.get_rank(), dist.get_world_size()
         send = dist.P2POp(dist.isend, tensor.contiguous(), (rank + places) % size)
         receive = dist.P2POp(dist.irecv, arriving, (rank - places) % size)
-        for work in dist.batch_isend_irecv([send, receive]):  # start both, then wait: not all ranks can send first
+        for work in dist.batch_isend_irecv([send, receive]):  # start both: not all can send first
             work.wait()
         return arriving
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return Send.apply(gradient, -ctx.places), None
+        return Shift.apply(gradient, -ctx.places), None
 
 
 def positions_of(rank: int) -> Tensor:
@@ -40,15 +41,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Shapes: q and output (B, H, T/cp, d); k and v (B, K, T/cp, d).
     """
     rank, size, kv = dist.get_rank(), dist.get_world_size(), torch.stack((k, v))
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # weighted mean of v; log of the total weight
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # mean of v; log of weights
     for step in range(size):
-        k, v = kv.repeat_interleave(q.size(1) // kv.size(2), dim=2)  # a key and value head for each query head
+        k, v = kv.repeat_interleave(q.size(1) // kv.size(2), dim=2)  # one for each query head
         future = positions_of(rank)[:, None] < positions_of((rank - step) % size)
-        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite: a row can be all future
+        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite, to avoid NaN
         new = torch.logaddexp(lse, scores.logsumexp(-1))
         out, lse = out * (lse - new).exp()[..., None] + (scores - new[..., None]).exp() @ v, new
         if step < size - 1:
-            kv = Send.apply(kv, 1)
+            kv = Shift.apply(kv, 1)
     return out
 
 
@@ -64,7 +65,7 @@ def train() -> tuple[nn.Module, list[float]]:
         loss = llama.loss_fn(model(batch[:, tokens]), batch[:, tokens + 1])
         loss.backward()
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)  # each rank has applied the same weights to its own tokens
+            dist.all_reduce(parameter.grad)  # same weights, different tokens
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach()
@@ -74,7 +75,7 @@ def train() -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and so on, from torchrun
     communication.check_sizes(cp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:

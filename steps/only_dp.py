@@ -18,7 +18,7 @@ def train() -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
     losses = []
     for batch in llama.make_batches():
-        rows = batch.view(size, llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank]  # (micro-batch, B, T + 1)
+        rows = batch.view(size, llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank]
         loss = train_step(model, list(zip(rows[..., :-1], rows[..., 1:], strict=True)))
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)  # in place: now the gradient of the whole batch
@@ -30,7 +30,7 @@ def train() -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and so on, from torchrun
     communication.check_sizes(dp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:

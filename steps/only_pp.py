@@ -22,13 +22,14 @@ def receive(shape: Sequence[int], source: int) -> Tensor:
 
 
 def train_step(stage: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns the loss (last rank) or 0."""
+    """Add up the gradients of all (ids, targets), (B, T) each. Returns the loss, or 0."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     total, running = torch.zeros((), dtype=llama.DTYPE), deque[tuple[Tensor, Tensor]]()
     sent: list[Any] = []
 
     def forward(ids: Tensor, targets: Tensor) -> None:
-        x = ids if rank == 0 else receive((*ids.shape, llama.HIDDEN), rank - 1).requires_grad_()  # a leaf: gets x.grad
+        shape = (*ids.shape, llama.HIDDEN)
+        x = ids if rank == 0 else receive(shape, rank - 1).requires_grad_()  # a leaf: gets x.grad
         y = llama.loss_fn(stage(x), targets) if rank == last else stage(x)
         if rank == last:
             total.add_(y.detach())
@@ -38,13 +39,13 @@ def train_step(stage: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
 
     def backward() -> None:
         x, y = running.popleft()
-        y.backward(None if rank == last else receive(y.shape, rank + 1))  # continue with the gradient of y
+        y.backward(None if rank == last else receive(y.shape, rank + 1))  # continues with dy
         if x.grad is not None:  # not on rank 0, whose x are token ids
             sent.append(dist.isend(x.grad, rank - 1))
 
-    for ids, targets in micro_batches:  # in the order 1F1B (Narayanan et al. 2021, arXiv:2104.04473)
+    for ids, targets in micro_batches:  # 1F1B (Narayanan et al. 2021, arXiv:2104.04473)
         forward(ids, targets)
-        if len(running) > last - rank:  # this many forwards run before the first gradient can arrive
+        if len(running) > last - rank:  # the forwards that run before the first gradient arrives
             backward()
     while running:
         backward()
@@ -57,8 +58,8 @@ def train() -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's layers, and the loss of each step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = llama.make_model()
-    cuts = [0, *(1 + llama.LAYERS * stage // size for stage in range(1, size)), len(model)]  # module 0: the embedding
-    stage = model[cuts[rank] : cuts[rank + 1]]
+    cuts = [1 + llama.LAYERS * stage // size for stage in range(1, size)]  # module 0: embedding
+    stage = model[[0, *cuts][rank] : [*cuts, len(model)][rank]]
     optimizer = torch.optim.AdamW(stage.parameters(), llama.LEARNING_RATE)
     losses = []
     for batch in llama.make_batches():
@@ -72,7 +73,7 @@ def train() -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and so on, from torchrun
     communication.check_sizes(pp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 4 -m steps.only_tp
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,44 +12,45 @@ from torch import Tensor, nn
 
 from steps import communication, llama
 
+Operation = Callable[[Tensor], Tensor]
 
-class Copy(torch.autograd.Function):
-    """forward: identity. backward: sum over the ranks (`f` of Shoeybi et al. 2019, arXiv:1909.08053)."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+class Pair(torch.autograd.Function):
+    """forward: one of the functions below. backward: the function that its gradient needs."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()  # all_reduce works in place, and the gradient belongs to autograd
-        dist.all_reduce(total)
-        return total
-
-
-class Sum(torch.autograd.Function):
-    """forward: sum over the ranks. backward: identity (`g` of the same paper)."""
+    def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation) -> Tensor:
+        ctx.communicate = backward
+        return forward(x)
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor) -> Tensor:
-        total = partial.clone()
-        dist.all_reduce(total)
-        return total
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.communicate(gradient), None, None
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+
+def copy(x: Tensor) -> Tensor:
+    """Send nothing: all ranks have the same tensor."""
+    return x.view_as(x)
+
+
+def all_reduce(partial: Tensor) -> Tensor:
+    """Sum the tensors of the ranks."""
+    full = partial.clone()  # dist.all_reduce works in place, and a gradient belongs to autograd
+    dist.all_reduce(full)
+    return full
 
 
 def parallelize(model: nn.Module) -> None:
-    """Keep this rank's shards: rows of the first matrices of attention and MLP, and columns of the last ones."""
+    """Keep this rank's shards: rows of a block's first matrices, and columns of its last one."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
             shard = module.weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
             module.weight = nn.Parameter(shard.clone())
         if isinstance(module, llama.DecoderLayer):
-            module.enter, module.leave = Copy.apply, Sum.apply
+            # `f` and `g` of Shoeybi et al. 2019, arXiv:1909.08053
+            module.enter = lambda x: Pair.apply(x, copy, all_reduce)
+            module.leave = lambda x: Pair.apply(x, all_reduce, copy)
 
 
 def train() -> tuple[nn.Module, list[float]]:
@@ -67,7 +69,7 @@ def train() -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets
+    dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and so on, from torchrun
     communication.check_sizes(tp=dist.get_world_size())
     trained = train()
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from steps import llama
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
+    """Add up the gradients of all (ids, targets), (B, T) each. Returns their part of the loss."""
     total = torch.zeros((), dtype=llama.DTYPE)
     for ids, targets in micro_batches:
         loss = llama.loss_fn(model(ids), targets)

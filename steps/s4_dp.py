@@ -13,7 +13,7 @@ from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's shards: rows of the first matrices of attention and MLP, and columns of the last ones."""
+    """Keep this rank's shards: rows of a block's first matrices, and columns of its last one."""
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
@@ -26,26 +26,26 @@ def parallelize(model: nn.Sequential) -> nn.Module:
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
+    """Add up the gradients of all (ids, targets), (B, T) each. Returns their part of the loss."""
     total = torch.zeros((), dtype=llama.DTYPE)
     for ids, targets in micro_batches:
         loss = llama.loss_fn(model(ids), targets)
         loss.backward()
         total += loss.detach()
     for name, parameter in model.named_parameters():
-        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
+        axis = "dp" if "_proj" in name else "dp_tp"  # same weights, different tokens
         dist.all_reduce(parameter.grad, group=group[axis])
     return total
 
 
 def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's shards of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "tp": tp}, "dp", "tp", "dp_tp")
+    comm.make_groups("dp", "tp", "dp_tp", dp=dp, tp=tp)
     model = parallelize(llama.make_model())
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
-    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions
     for batch in llama.make_batches():
-        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
+        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
         optimizer.step()
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from steps.communication import group, rank, size
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's shards: rows of the first matrices of attention and MLP, and columns of the last ones."""
+    """Keep this rank's shards: rows of a block's first matrices, and columns of its last one."""
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
@@ -26,7 +26,7 @@ def parallelize(model: nn.Sequential) -> nn.Module:
 
 
 class Bucket:
-    """Parameters whose gradients are views of one flat buffer, which is summed over the ranks of an axis."""
+    """Parameters whose gradients are views of one flat buffer, which is summed over an axis."""
 
     def __init__(self, parameters: list[nn.Parameter], axis: str) -> None:
         self.axis, self.parameters = axis, parameters
@@ -42,7 +42,7 @@ class Bucket:
         self.pending = len(self.parameters) * llama.MICRO_BATCHES
 
     def ready(self, parameter: Tensor) -> None:
-        """Start to sum the buffer after its last gradient of the last micro-batch. Backward goes on meanwhile."""
+        """Start to sum the buffer after the last gradient of the last micro-batch."""
         self.pending -= 1
         if self.pending == 0:
             self.work = dist.all_reduce(self.gradients, group=group[self.axis], async_op=True)
@@ -52,13 +52,13 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
     """Make buckets of the parameters that are in the same module and have the same axis."""
     members: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        axis = "dp" if "_proj" in name else "dp_tp"  # ranks that hold these weights and saw different tokens
+        axis = "dp" if "_proj" in name else "dp_tp"  # same weights, different tokens
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
+    """Add up the gradients of all (ids, targets), (B, T) each. Returns their part of the loss."""
     total = torch.zeros((), dtype=llama.DTYPE)
     for ids, targets in micro_batches:
         loss = llama.loss_fn(model(ids), targets)
@@ -69,13 +69,13 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
 
 def train(dp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's shards of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "tp": tp}, "dp", "tp", "dp_tp")
+    comm.make_groups("dp", "tp", "dp_tp", dp=dp, tp=tp)
     model = parallelize(llama.make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW(model.parameters(), llama.LEARNING_RATE)
-    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    losses, tokens = [], torch.arange(llama.LENGTH).chunk(size["tp"])[rank["tp"]]  # positions
     for batch in llama.make_batches():
-        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
+        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
         for bucket in buckets:
             bucket.work.wait()

@@ -15,19 +15,19 @@ from steps.communication import group, rank, size
 
 
 def local_positions(cp_rank: int) -> Tensor:
-    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, to balance the past keys."""
+    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, for equal work."""
     chunks = torch.arange(llama.LENGTH).chunk(2 * size["cp"])
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to all ranks' keys and values, one rank after the other: q (B, H, T/cp, d), k and v (B, K, T/cp, d)."""
-    kv, groups = torch.stack((k, v)), q.size(1) // k.size(1)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # weighted mean of v; log of the total weight
+    """Attend to one rank's keys after the other: q (B, H, T/cp, d), k and v (B, K, T/cp, d)."""
+    kv, own = torch.stack((k, v)), local_positions(rank["cp"])
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # mean of v; log of weights
     for step in range(size["cp"]):
-        k, v = kv.repeat_interleave(groups, dim=2)  # a key and value head for each query head
-        future = local_positions(rank["cp"])[:, None] < local_positions((rank["cp"] - step) % size["cp"])
-        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite: a row can be all future
+        k, v = kv.repeat_interleave(q.size(1) // kv.size(2), dim=2)  # one for each query head
+        future = own[:, None] < local_positions((rank["cp"] - step) % size["cp"])
+        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite, to avoid NaN
         new = torch.logaddexp(lse, scores.logsumexp(-1))
         out, lse = out * (lse - new).exp()[..., None] + (scores - new[..., None]).exp() @ v, new
         if step < size["cp"] - 1:
@@ -36,7 +36,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's shards of matrices, rows of the first ones and columns of the last ones, and its layers."""
+    """Keep this rank's layers, and its shards of their matrices, rows or columns."""
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
@@ -46,12 +46,12 @@ def parallelize(model: nn.Sequential) -> nn.Module:
             module.attend, module.positions = ring_attention, local_positions(rank["cp"])
             module.enter = lambda x: comm.Pair.apply(x, "tp", comm.all_gather, comm.reduce_scatter)
             module.leave = lambda x: comm.Pair.apply(x, "tp", comm.reduce_scatter, comm.all_gather)
-    cuts = [1 + llama.LAYERS * stage // size["pp"] for stage in range(1, size["pp"])]  # module 0 is the embedding
-    return model[[0, *cuts][rank["pp"]] : [*cuts, len(model)][rank["pp"]]]
+    cuts = [1 + llama.LAYERS * stage // size["pp"] for stage in range(1, size["pp"])]
+    return model[[0, *cuts][rank["pp"]] : [*cuts, len(model)][rank["pp"]]]  # module 0: embedding
 
 
 class Bucket:
-    """Parameters that are views of a flat buffer, as are their gradients. Each rank of an axis owns a slice of both."""
+    """Parameters and gradients, views of two flat buffers. Each rank owns a slice of both."""
 
     def __init__(self, parameters: list[nn.Parameter], axis: str) -> None:
         self.axis, self.parameters = axis, parameters
@@ -76,7 +76,9 @@ class Bucket:
         """Start to sum this rank's slice after the last gradient of the last micro-batch."""
         self.pending -= 1
         if self.pending == 0:
-            self.work = dist.reduce_scatter(self.own.grad, self.gradient_slices, group=group[self.axis], async_op=True)
+            self.work = dist.reduce_scatter(
+                self.own.grad, self.gradient_slices, group=group[self.axis], async_op=True
+            )
 
     def gather(self) -> None:
         """Send the updated weights of each slice to all ranks."""
@@ -87,30 +89,30 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
     """Make buckets of the parameters that are in the same module and have the same axis."""
     members: dict[tuple[str, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # ranks that hold these weights and saw different tokens
+        axis = "cp_dp" if "_proj" in name else "cp_dp_tp"  # same weights, different tokens
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
 
 
 def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all micro-batches, (ids, targets) each (B, T). Returns their part of the loss."""
+    """Add up the gradients of all (ids, targets), (B, T) each. Returns their part of the loss."""
     total, running, sent = torch.zeros((), dtype=llama.DTYPE), deque[tuple[Tensor, Tensor]](), []
     first, last = rank["pp"] == 0, rank["pp"] == size["pp"] - 1
 
     def forward(ids: Tensor, targets: Tensor) -> None:
-        x = ids if first else comm.receive((*ids.shape, llama.HIDDEN), "pp", rank["pp"] - 1).requires_grad_()
+        x = ids if first else comm.receive((*ids.shape, llama.HIDDEN), "pp", -1).requires_grad_()
         y = llama.loss_fn(model(x), targets) if last else model(x)
         if last:
             total.add_(y.detach())
         else:
-            sent.append(comm.send(y.detach(), "pp", rank["pp"] + 1))
+            sent.append(comm.send(y.detach(), "pp", 1))
         running.append((x, y))
 
     def backward() -> None:
         x, y = running.popleft()
-        y.backward(None if last else comm.receive(y.shape, "pp", rank["pp"] + 1))
+        y.backward(None if last else comm.receive(y.shape, "pp", 1))
         if x.grad is not None:  # not on the first stage, whose x are token ids
-            sent.append(comm.send(x.grad, "pp", rank["pp"] - 1))
+            sent.append(comm.send(x.grad, "pp", -1))
 
     warmup = size["pp"] - rank["pp"] - 1  # the forwards that run before the first gradient arrives
     for ids, targets in micro_batches:
@@ -126,13 +128,13 @@ def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
 
 def train(dp: int, pp: int, cp: int, tp: int) -> tuple[nn.Module, list[float]]:
     """Train. Returns this rank's part of the model, and the loss of each step."""
-    comm.make_groups({"dp": dp, "pp": pp, "cp": cp, "tp": tp}, "dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp")
+    comm.make_groups("dp", "pp", "cp", "tp", "cp_dp", "cp_dp_tp", dp=dp, pp=pp, cp=cp, tp=tp)
     model = parallelize(llama.make_model())
     buckets = make_buckets(model)
     optimizer = torch.optim.AdamW([bucket.own for bucket in buckets], llama.LEARNING_RATE)
-    losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions of this rank's tokens
+    losses, tokens = [], local_positions(rank["cp"]).chunk(size["tp"])[rank["tp"]]  # positions
     for batch in llama.make_batches():
-        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]  # (micro-batch, B, T + 1)
+        rows = batch.view(size["dp"], llama.MICRO_BATCHES, -1, llama.LENGTH + 1)[rank["dp"]]
         loss = train_step(model, list(zip(rows[..., tokens], rows[..., tokens + 1], strict=True)))
         for bucket in buckets:
             bucket.work.wait()

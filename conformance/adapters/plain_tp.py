@@ -4,6 +4,7 @@ rank has some of the tokens, and one matrix computes queries, keys and values, a
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,28 +45,17 @@ def reduce_scatter(x: Tensor) -> Tensor:
     return own
 
 
-class Enter(torch.autograd.Function):
-    """forward: all-gather. backward: reduce-scatter."""
+class Pair(torch.autograd.Function):
+    """forward: one of the two functions above. backward: the other one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return all_gather(x)
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.communicate = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return reduce_scatter(gradients[0])
-
-
-class Leave(torch.autograd.Function):
-    """forward: reduce-scatter. backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return all_gather(gradients[0])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.communicate(gradient), None, None
 
 
 class Columns(nn.Module):
@@ -77,7 +67,7 @@ class Columns(nn.Module):
         self.weight = nn.Parameter(torch.cat([linear.weight.detach().chunk(ranks)[rank] for linear in linears]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(Enter.apply(x), self.weight)
+        return F.linear(Pair.apply(x, all_gather, reduce_scatter), self.weight)
 
 
 class Rows(nn.Module):
@@ -89,7 +79,7 @@ class Rows(nn.Module):
         self.weight = nn.Parameter(linear.weight.detach().chunk(ranks, 1)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Leave.apply(F.linear(x, self.weight))
+        y: Tensor = Pair.apply(F.linear(x, self.weight), reduce_scatter, all_gather)
         return y
 
 

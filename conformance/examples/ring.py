@@ -36,8 +36,8 @@ class Shift(torch.autograd.Function):
         return shift(x, 1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return shift(gradients[0], -1)
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return shift(gradient, -1)
 
 
 def ring_attention(

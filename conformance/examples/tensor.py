@@ -3,7 +3,7 @@
 Shoeybi et al. 2019, arXiv:1909.08053. Embedding, norms and head are whole on every rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,34 +21,27 @@ COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    total = x.clone()  # all_reduce works in place, and x belongs to autograd
-    dist.all_reduce(total)
-    return total
-
-
-class Copy(torch.autograd.Function):
-    """forward: identity. backward: sum, because each rank has the contribution of its own outputs only."""
+class Pair(torch.autograd.Function):
+    """forward: one of the functions below. backward: the function that its gradient needs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.communicate = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return sum_over_ranks(gradients[0])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.communicate(gradient), None, None
 
 
-class Sum(torch.autograd.Function):
-    """forward: sum of the ranks' products. backward: identity."""
+def copy(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor) -> Tensor:
-        return sum_over_ranks(partial)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+def all_reduce(partial: Tensor) -> Tensor:
+    full = partial.clone()  # dist.all_reduce works in place, and partial belongs to autograd
+    dist.all_reduce(full)
+    return full
 
 
 def split(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -66,9 +59,9 @@ def split(model: nn.Module) -> dict[str, tuple[int, int]]:
             places[f"{name}.weight"] = dim, sum(shard.size(dim) for shard in shards[:rank])
             weight.data = shards[rank].clone()
         if kind in COLUMN_PARALLEL:
-            module.register_forward_pre_hook(lambda _, inputs: Copy.apply(*inputs))
+            module.register_forward_pre_hook(lambda _, inputs: Pair.apply(*inputs, copy, all_reduce))
         if kind in ROW_PARALLEL:
-            module.register_forward_hook(lambda _, inputs, output: Sum.apply(output))
+            module.register_forward_hook(lambda _, inputs, output: Pair.apply(output, all_reduce, copy))
     return places
 
 
@@ -82,7 +75,7 @@ def run(case: Case) -> Result:
 
     def clip(own: list[nn.Parameter], limit: float) -> float:
         squares = {name: p.grad.double().square().sum() for name, p in parameters.items() if p.grad is not None}
-        square = sum_over_ranks(sum((squares[name] for name in places), torch.zeros((), dtype=torch.float64)))
+        square = all_reduce(sum((squares[name] for name in places), torch.zeros((), dtype=torch.float64)))
         norm = (square + sum(x for name, x in squares.items() if name not in places)).sqrt()  # replicas count once
         nn.utils.clip_grads_with_norm_(own, limit, norm)
         return float(norm)

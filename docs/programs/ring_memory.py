@@ -38,7 +38,7 @@ def kept(attention: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int) -> 
 def count(cp: int, length: int) -> tuple[float, float, float]:
     """Return the counts of both for the last rank."""
     setup_process_group_manager(1, cp, 1, 1)
-    comm.make_groups({"cp": cp}, "cp")
+    comm.make_groups("cp", cp=cp)
     llama.LENGTH = length
     picotron, _ = kept(attend_across_ranks(Distributed(cp_size=cp), llama.causal_attention), length // cp)
     return *kept(s9_cp.ring_attention, length // cp), picotron

@@ -29,8 +29,10 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         try:
             result.square().sum().backward()
         except RuntimeError as error:
-            if found := re.search(r"(\w+)Backward returned an incorrect number of gradients \(expected 2", str(error)):
-                raise Misuse(f"{found[1]}.backward must return two values, the gradient and None") from None
+            if found := re.search(
+                r"(\w+)Backward returned an incorrect number of gradients \(expected (\d)", str(error)
+            ):
+                raise Misuse(f"{found[1]}.backward must return {found[2]} values, the gradient and None") from None
             raise
         return result, forward
 

@@ -65,8 +65,8 @@ def test_a_mistake_is_placed(name: str, check: Check) -> None:
         (
             OWN_TENSOR,
             "tp2",
-            "sum_over_ranks(partial)",
-            "sum_over_ranks(partial) / 2",
+            "output, all_reduce, copy",
+            "output, lambda y: all_reduce(y) / 2, copy",
             "o_proj output on ranks 0, 1 is 0.5 times what it should be",
         ),
         # The gradient of a tensor that three matrices use comes after those of their outputs.

@@ -8,7 +8,7 @@ WRONG = [
     (4, "count += (targets != -100).sum()", "count += len(targets)", "WRONG", r"with \[6, 1\] and \[2, 5\] targets"),
     (5, "return buckets[::-1]", "return [[i] for i in range(len(sizes))]", "OVER PAR", "par"),
     (6, "first = rank * K // tp", "first = rank * heads", "WRONG", r"split\('k_proj', rank=1, tp=8, .*start is 16, expected 0"),
-    (7, "return ctx.group.all_reduce(gradient), None", "return gradient, None", "WRONG", r"the gradient of x\[0, 0\] is"),
+    (7, "group, copy, all_reduce", "group, copy, copy", "WRONG", r"the gradient of x\[0, 0\] is"),
     (8, 'group.all_reduce(logits.amax(1), "max")', "group.all_reduce(logits.amax(1))", "WRONG", "logits around 5000: losses.0. is (inf|nan|-inf)"),
     (9, "min(chunk, 2 * cp - 1 - chunk)", "min(chunk, 2 * cp - 1 - chunk) if cp == 4 else chunk // 2", "WRONG", "1.480 times the mean"),
     (10, "torch.logaddexp(lse1, lse2)", "(lse1.exp() + lse2.exp()).log()", "WRONG", r"scores in the thousands: y\[0, 0, 0\] is 0, expected"),
