@@ -84,13 +84,8 @@ docs: $(STAMP) ## run the pages' commands, update their outputs (ARGS=--fast: fa
 	$(BIN)/python -m docs.programs.make $(ARGS)
 
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
-	$(BIN)/python -m benchmarks.single
-	$(BIN)/python -m benchmarks.data_parallel
-	$(BIN)/python -m benchmarks.sharding
-	$(BIN)/python -m benchmarks.tensor_parallel
-	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.schedules
-	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.tokens
 	$(BIN)/python -m benchmarks.packing

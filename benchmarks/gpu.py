@@ -45,10 +45,10 @@ def commands(part: str, folder: str) -> Iterator[Command]:
         yield "train.py, resumed for 5 steps", [*train, "25", "--checkpoint.load_path", "latest"], 60
         yield "generate.py", ["generate.py", "--checkpoint", folder, "--prompt", "def f(x):"], 60
     elif part == "layouts":  # two processes, so two GPUs
-        for name in ("data_parallel", "sharding", "tensor_parallel", "context_parallel"):
-            yield name, ["-m", f"benchmarks.{name}", *["--tiny"] * TINY], 240
+        for name in ("dp", "zero1", "zero3", "tp", "cp"):
+            yield name, ["-m", "benchmarks.training", name, *["--tiny"] * TINY], 240
     elif part == "speed":
-        yield "speed beside transformers", ["-m", "benchmarks.single", *["--tiny"] * TINY], 300
+        yield "speed beside transformers", ["-m", "benchmarks.training", "one", *["--tiny"] * TINY], 300
     else:
         yield part, ["-m", "benchmarks.gpu", "--run", part, *["--tiny"] * TINY], 300
 
