@@ -1,17 +1,11 @@
 """Programs: what one rank asks of its GPU, in the order of the calls, and which calls of different ranks match.
 
-Calls start computations and operations (a collective, or a batch of messages), or wait for operations.
+Calls start operations (a collective, or a batch of messages), or wait for them.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-
-class Compute(NamedTuple):
-    """A computation, such as 2F0."""
-
-    action: str
 
 
 class Part(NamedTuple):
@@ -48,8 +42,7 @@ class Wait(NamedTuple):
     handle: int  # of an operation
 
 
-Event = Compute | Operation | Wait
-Program = list[Event]
+Program = list[Operation | Wait]
 
 
 class Meeting(NamedTuple):

@@ -21,16 +21,16 @@ case:
   in flight fit, see `most_in_flight`.
 
 No rule involves a choice: each operation has its place in one stream, and its partners on other ranks. So whether all
-ranks finish does not depend on the durations of computations and messages, and here messages take no time.
+ranks finish does not depend on the durations of computations and messages.
 
 [P] https://docs.pytorch.org/docs/stable/distributed.html
 [N] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage.html
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tests.support.nccl_calls import Compute, Event, Meeting, Operation, Program, Wait, creation, match, operations
+from tests.support.nccl_calls import Meeting, Operation, Program, Wait, creation, match, operations
 
 
 class Deadlock(AssertionError):
@@ -42,18 +42,14 @@ class Rank:
 
     Attributes:
         position: index of the event that the compute stream has reached.
-        time: time on the compute stream.
-        streams: operations that have been called and have not ended, with the times of their calls, by stream.
-        free: time at which the last operation of each stream ended.
-        ended: times at which operations ended, by handle.
+        streams: operations that have been called and have not ended, by stream.
+        ended: handles of operations that have ended.
     """
 
     def __init__(self, number: int, program: Program, meetings: dict[int, list[Meeting]]) -> None:
-        self.number, self.program, self.meetings = number, program, meetings
-        self.position, self.time = 0, 0.0
-        self.streams: dict[str, deque[tuple[Operation, float]]] = defaultdict(deque)
-        self.free: dict[str, float] = defaultdict(float)
-        self.ended: dict[int, float] = {}
+        self.number, self.program, self.meetings, self.position = number, program, meetings, 0
+        self.streams: dict[str, deque[Operation]] = defaultdict(deque)
+        self.ended: set[int] = set()
         self.by_handle = {operation.handle: operation for operation in operations(program)}
 
 
@@ -61,86 +57,58 @@ class Play:
     """One step of all ranks.
 
     Args:
-        cost: function that returns the time that the compute stream needs for an event: a computation, or that between
-            two calls.
         one_at_a_time: whether an operation waits for the earlier operations of other groups, too.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        cost: Callable[[Event], float] = lambda event: float(isinstance(event, Compute)),
-        one_at_a_time: bool = False,
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], one_at_a_time: bool = False) -> None:
         self.ranks = [Rank(i, *each) for i, each in enumerate(zip(programs, match(programs), strict=True))]
-        self.cost, self.one_at_a_time = cost, one_at_a_time
-        self.arrived: dict[Meeting, dict[int, float]] = defaultdict(dict)
-        self.ends: dict[Meeting, float] = {}
+        self.one_at_a_time = one_at_a_time
+        self.arrived: dict[Meeting, set[int]] = defaultdict(set)
 
-    def run(self) -> float:
-        """Play all programs, and return the time at which the last rank finishes.
+    def run(self) -> None:
+        """Play all programs.
 
         Raises:
             Deadlock: some ranks never finish.
         """
-        while any(self.advance(rank) for rank in self.ranks):
+        while any(self.advance_streams(rank) or self.advance_compute(rank) for rank in self.ranks):
             pass
         stuck = [rank for rank in self.ranks if rank.position < len(rank.program)]
         if stuck:
             waits = [f"rank {rank.number} waits in {self.obstacle(rank)}" for rank in stuck]
             raise Deadlock("deadlock: " + ",\n".join(waits))
-        return max(rank.time for rank in self.ranks)
-
-    def advance(self, rank: Rank) -> bool:
-        """Run a rank until it waits for another one. Returns whether anything happened."""
-        happened = False
-        while self.advance_streams(rank) or self.advance_compute(rank):
-            happened = True
-        return happened
 
     def advance_compute(self, rank: Rank) -> bool:
-        """Run the next event of the compute stream, unless the event waits."""
+        """Run the next event of the compute stream, unless the event waits. Returns whether it ran."""
         if rank.position == len(rank.program):
             return False
         event = rank.program[rank.position]
         if isinstance(event, Wait):
             if event.handle not in rank.ended:
                 return False
-            rank.time = max(rank.time, rank.ended[event.handle])
-        elif isinstance(event, Operation):
-            created = self.meet(creation(event), rank, rank.time)
-            if created is None:
-                return False
-            rank.time = max(rank.time, created)
-            rank.streams[self.stream_of(event)].append((event, rank.time))
-        rank.time += self.cost(event)
+        elif not self.meet(creation(event), rank):
+            return False
+        else:
+            rank.streams[self.stream_of(event)].append(event)
         rank.position += 1
         return True
 
     def advance_streams(self, rank: Rank) -> bool:
-        """Run the first operation of each stream, unless it waits for another rank."""
+        """Run the first operation of each stream, unless it waits for another rank. Returns whether any ran."""
         happened = False
-        for name, stream in rank.streams.items():
+        for stream in rank.streams.values():
             while stream:
-                operation, called = stream[0]
-                start = max(called, rank.free[name])
-                ends = [self.meet(meeting, rank, start) for meeting in rank.meetings[operation.handle]]
-                if None in ends:
+                met = [self.meet(meeting, rank) for meeting in rank.meetings[stream[0].handle]]
+                if not all(met):
                     break
-                rank.ended[operation.handle] = rank.free[name] = max(ends)
-                stream.popleft()
+                rank.ended.add(stream.popleft().handle)
                 happened = True
         return happened
 
-    def meet(self, meeting: Meeting, rank: Rank, time: float) -> float | None:
-        """Let a rank arrive, and return when the meeting ends, or None if another rank has not arrived."""
-        arrived = self.arrived[meeting]
-        arrived.setdefault(rank.number, time)
-        if len(arrived) < len(meeting.ranks):
-            return None
-        if meeting not in self.ends:
-            self.ends[meeting] = max(arrived.values())
-        return self.ends[meeting]
+    def meet(self, meeting: Meeting, rank: Rank) -> bool:
+        """Let a rank arrive, and return whether all ranks have."""
+        self.arrived[meeting].add(rank.number)
+        return len(self.arrived[meeting]) == len(meeting.ranks)
 
     def stream_of(self, operation: Operation) -> str:
         return "all groups" if self.one_at_a_time else operation.group
@@ -149,6 +117,5 @@ class Play:
         """Return the operation that blocks a rank's compute stream: the first one in the stream that it waits for."""
         event = rank.program[rank.position]
         if isinstance(event, Wait):
-            return rank.streams[self.stream_of(rank.by_handle[event.handle])][0][0]
-        assert isinstance(event, Operation)
+            return rank.streams[self.stream_of(rank.by_handle[event.handle])][0]
         return event

@@ -7,9 +7,8 @@ and on the CPU; the values that it computes are meaningless.
 
 import contextlib
 import functools
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -29,14 +28,11 @@ from picotron.data_parallel import data_parallel, zero1
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.placement import Index
-from picotron.pipeline_parallel import pipeline_parallel
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.run.metrics import global_mean
-from tests.support.nccl_calls import Compute, Operation, Part, Program, Wait
+from tests.support.nccl_calls import Operation, Part, Program, Wait
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
-from workbench.pipelines import recorder
 from workbench.pipelines.executor import reverse_group
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
@@ -107,22 +103,6 @@ def record_batch(messages: list[dist.P2POp]) -> list[dist.Work]:
     return [messages[0].group.record(*parts)]
 
 
-def record_computation(_: str, rank: int, action: str) -> None:
-    """Record a forward or backward that `record_action` logs. (It also logs messages and reductions.)"""
-    if not re.search("SEND|R", action):
-        RecordingGroup.program.append(Compute(action))
-
-
-def recorded(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Return a function of the loops, AFAB and 1F1B, that records its calls as forwards or backwards."""
-
-    def call(*arguments: Any) -> Any:
-        RecordingGroup.program.append(Compute(kind))
-        return function(*arguments)
-
-    return call
-
-
 class WithoutCuda(TorchFunctionMode):
     """Creates tensors for the GPU on the CPU."""
 
@@ -147,9 +127,6 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
             mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step
             mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
             mock.patch.object(zero1, "DataParallelZero1", SmallSlicedBuckets),
-            mock.patch.object(recorder.logger, "debug", record_computation),
-            mock.patch.object(pipeline_parallel, "forward_step", recorded(pipeline_parallel.forward_step, "F")),
-            mock.patch.object(PipelineParallel, "backward", recorded(PipelineParallel.backward, "B")),
         ):
             yield program
     finally:

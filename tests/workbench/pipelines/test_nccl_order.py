@@ -1,6 +1,5 @@
 """No schedule and no layout hangs on NCCL: the calls of whole steps, recorded on all ranks, finish under its rules."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ from conformance.oracle import tiny_llama
 from conformance.training import layout_name, pipeline_config
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from tests.support.nccl_calls import Event, Operation, Program, most_in_flight
+from tests.support.nccl_calls import Program, most_in_flight
 from tests.support.nccl_order import Play
 from tests.support.nccl_programs import record
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build
-from workbench.schedules.simulate import simulate
 
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
 CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
@@ -81,24 +79,3 @@ def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
     assert_finishes(programs)
     # With ZeRO-3, gradients are reduced while messages of a pipeline are in flight.
     assert max(map(most_in_flight, programs)) <= (4 if layout.get("dp_engine") == "zero3" else 3)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_steps_take_as_long_as_simulated(tmp_path: Path, engine: str) -> None:
-    """If messages take no time, the order of the messages costs none, either."""
-    for pp, micro_batches in ((2, 4), (4, 6)):
-        schedule = build(engine.removeprefix("executor "), pp, micro_batches)
-        programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, pp, micro_batches)]
-        for one_at_a_time in (False, True):
-            assert Play(programs, forwards, one_at_a_time=one_at_a_time).run() == simulate(schedule).step_time
-
-
-def forwards(event: Event) -> float:
-    """Return the time of an event, in forwards of one micro-batch in one stage."""
-    return sum(2 if kind == "B" else 1 for kind in re.findall("[A-Z]", getattr(event, "action", "")))
-
-
-def until_evaluation(program: Program) -> Program:
-    """Return the part of a program before its metrics, which are followed by the evaluation."""
-    metrics = (i for i, event in enumerate(program) if isinstance(event, Operation) and "metrics" in event.call_site)
-    return program[: next(metrics)]
