@@ -90,8 +90,7 @@ def test_command_lines_of_submit(words: str, folder: Path, capsys: pytest.Captur
 
 
 RECORDS = [
-    b"", b"\n", b"\xff\n", b"{\n", b"[]\n", b"null\n", b"1\n", b"{}\n", b'{"step": "x"}\n', b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": []}\n',
-    b"[" * 100_000 + b"\n", b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n", b'{"step": 1.5}\n',
+    b"", b"\xff\n", b"null\n", b"{}\n", b'{"step": 1, "loss": "x"}\n', b"[" * 100_000 + b"\n", b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n",
 ]  # fmt: skip
 
 

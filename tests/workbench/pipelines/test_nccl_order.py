@@ -69,7 +69,7 @@ def assert_finishes(programs: list[Program]) -> None:
 
 @pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
 def test_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
-    for pp, micro_batches in ((2, 1), (2, 5), (3, 4), (4, 2), (4, 6)):
+    for pp, micro_batches in ((2, 1), (3, 4), (4, 6)):
         assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
 
 
