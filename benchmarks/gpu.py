@@ -50,7 +50,7 @@ def commands(part: str, folder: str) -> Iterator[Command]:
     elif part == "speed":
         yield "speed beside transformers", ["-m", "benchmarks.training", "one", *["--tiny"] * TINY], 300
     else:
-        yield part, ["-m", "benchmarks.gpu", "--run", part, *["--tiny"] * TINY], 300
+        yield part, ["-m", "benchmarks.gpu", "--run", part, *["--tiny"] * TINY], {"trace": 150, "memory": 400}[part]
 
 
 def run(name: str, arguments: list[str], limit: float) -> bool:
