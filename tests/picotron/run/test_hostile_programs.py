@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import create_config
-import extract_metrics
-import generate
 import submit_slurm_jobs
 from tests.support.hostile import assert_rejected
 from workbench.drawing import __main__ as drawing
+from workbench.generation import program as generate
+from workbench.sweep import table as extract_metrics
 
 
 @pytest.fixture(autouse=True)
