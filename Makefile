@@ -72,7 +72,7 @@ $(OLDEST)/.installed: pyproject.toml
 	@touch $@
 
 oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make check with the oldest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m benchmarks.gpu --cpu
+	$(OLDEST)/bin/python -m benchmarks.gpu --tiny
 	$(OLDEST)/bin/python -m pytest -q -m "not slow and not processes" --ignore tests/docs/test_docs.py $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
@@ -93,19 +93,12 @@ docs: $(STAMP) ## run the pages' commands, update their outputs (ARGS=--fast: fa
 	$(BIN)/python -m docs.programs.make $(ARGS)
 
 bench: $(STAMP) ## compare speed and memory with transformers and with torch's own parallelism
-	$(BIN)/python -m benchmarks.single
-	$(BIN)/python -m benchmarks.data_parallel
-	$(BIN)/python -m benchmarks.sharding
-	$(BIN)/python -m benchmarks.tensor_parallel
-	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.schedules
-	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.checkpoint
-	$(BIN)/python -m benchmarks.tokens
-	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.generation
 
-gpu: ## check and measure on this machine's GPUs, write the results into docs/reference/gpu.md
+gpu: ## train, generate, and measure speed and memory on this machine's GPU (ARGS="--only trace memory")
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 site: $(STAMP) ## build the website: pages, playground, notebooks, in site/ (ARGS="--pyodide DIR": without Pyodide's CDN)

@@ -1,5 +1,4 @@
-"""Checkpoints of 1.5 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP), the time
-that saving in the background adds to training, and the part of it for which training waits.
+"""Checkpoints of 1.5 GB: time and memory to save and load, compared with torch.distributed.checkpoint (DCP).
 
 python -m benchmarks.checkpoint
 
@@ -13,7 +12,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,17 +45,16 @@ MODEL = model_config() if TINY else LlamaConfig(  # 125 million parameters; 12 b
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
     vocab_size=32000, max_position_embeddings=256,
 )  # fmt: skip
-STEPS = 4
 
 
 class Run:
     """A run after its first step, which picotron and DCP can save and load."""
 
-    def __init__(self, rank: int, layout: dict[str, Any], folder: Path, async_save: bool = False) -> None:
+    def __init__(self, rank: int, layout: dict[str, Any], folder: Path) -> None:
         self.folder, self.device = folder, device_of(rank)
         sizes = {"seq_length": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
         config = run_config(layout, **sizes)
-        update = {"save_dir": str(folder), "async_save": async_save}
+        update = {"save_dir": str(folder)}
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
@@ -65,21 +62,13 @@ class Run:
         self.model = build_model(config, MODEL, plan.wrap, self.device, dtype, initial_weights(MODEL, 0))
         self.llama = unwrap(self.model)
         self.optimizer = AdamW(self.model, config.training, fused=True)
-        self.loader = loader_of(config, self.device)
-        self.train_step = make_train_step(config, plan, self.device, dtype)
+        make_train_step(config, plan, self.device, dtype)(self.model, loader_of(config, self.device))
+        self.optimizer.step()
         if rank == 0:
             train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")  # every checkpoint has a copy of it
         dist.barrier()
         self.writer = CheckpointWriter(config, MODEL, self.llama, self.optimizer, folder / "tokenizer", "fingerprint")
         self.saved = 0
-        self.step()
-
-    def step(self) -> None:
-        self.train_step(self.model, self.loader)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # so that a save does not wait for the step
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of picotron's checkpoint for DCP, those that are sharded over tp ranks as DTensors."""
@@ -177,41 +166,6 @@ def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) ->
     return results
 
 
-def in_background(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[float]]:
-    """Measure the seconds of STEPS steps: without a checkpoint, and with one after the first step, saved synchronously
-    or in the background, until all of it is on the disk. The key `async, wait` has the seconds for which training waits
-    in `async`.
-    """
-    sync_run, async_run = (Run(rank, layout, Path(folder) / name, name == "async") for name in ("sync", "async"))
-    results: dict[str, list[float]] = defaultdict(list)
-    for turn in range(turns + 1):
-        for name in ("alone", "sync", "async", "torch"):
-            run, future = sync_run if name == "sync" else async_run, None
-            dist.barrier()
-            start = time.perf_counter()
-            run.step()
-            trained = time.perf_counter()
-            if name in ("sync", "async"):
-                run.save()
-            elif name == "torch":
-                future = dcp.async_save(run.tensors(), checkpoint_id=run.folder / "dcp")
-            wait = time.perf_counter() - trained
-            for _ in range(STEPS - 1):
-                run.step()
-            run.writer.wait()
-            if future is not None:
-                future.result()
-            seconds, wait = maximum_over_ranks(time.perf_counter() - start), maximum_over_ranks(wait)
-            if turn:  # the first turn is a warm-up
-                results[name].append(seconds)
-                results[f"{name}, wait"].append(wait)
-            if rank == 0:
-                for path in (run.folder / "dcp", checkpoint_folder(run.folder, run.saved)):
-                    shutil.rmtree(path, ignore_errors=True)
-            dist.barrier()
-    return results
-
-
 def print_save_and_load(turns: int) -> None:
     memory_columns = ["DCP, extra memory, MiB", "picotron, extra memory, MiB"]
     rows = [["", "DCP, s", "picotron, s", "DCP's time / picotron's", *memory_columns]]
@@ -227,25 +181,10 @@ def print_save_and_load(turns: int) -> None:
     print_markdown(rows)
 
 
-def print_in_background(turns: int) -> None:
-    variants = {"async": "with async_save, s", "torch": "with DCP's async_save, s", "sync": "with synchronous save, s"}
-    waits = {"async, wait": "training waits for async_save, s", "torch, wait": "training waits for DCP's, s"}
-    rows = [["", f"{STEPS} steps, s", *variants.values(), *waits.values()]]
-    for name, layout in LAYOUTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            results = gather(in_background, 2 if layout else 1, layout, folder, turns)[0]
-        alone = results["alone"]
-        added = [statistics.median(b - a for a, b in zip(alone, results[key], strict=True)) for key in variants]
-        waited = [f"{statistics.median(results[key]):.2f}" for key in waits]
-        rows.append([name, f"{statistics.median(alone):.2f}", *(f"{seconds:+.2f}" for seconds in added), *waited])
-    print_markdown(rows)
-
-
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     require_gpus(2)
     print_save_and_load(options.turns)
-    print_in_background(max(1, options.turns // 2))
 
 
 if __name__ == "__main__":

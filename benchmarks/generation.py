@@ -3,17 +3,13 @@
 python -m benchmarks.generation
 """
 
-import functools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.side_by_side import DifferentResults, Variant, gather, measure, print_markdown, print_table
+from benchmarks.side_by_side import DifferentResults, Variant, gather, measure, print_table
 from benchmarks.workload import (
     ON_GPU,
     SHAPE,
@@ -29,7 +25,6 @@ from benchmarks.workload import (
 from picotron.run.launch import keep_freed_memory
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
-from workbench.pipelines.recorder import Recorder, record_action
 
 PROMPT, NEW = (16, 8) if TINY else (512, 128) if ON_GPU else (64, 32)  # tokens
 
@@ -90,34 +85,6 @@ def step_of(rank: int, generation: Callable[..., Any], *arguments: Any) -> Calla
     return step
 
 
-def recorded(rank: int, prompts: int, pp_size: int, turns: int) -> list[float]:
-    """Return the seconds of this rank's prefills, decodes and of the rest, and of one decode; medians of the turns."""
-    generation, found = picotron_generation(rank, prompts, {"pp_size": pp_size}), []
-    for _ in range(turns + 1):
-        recorder = Recorder(device_of(rank))
-        recording = functools.partial(record_action, recorder=recorder)
-        start = time.perf_counter()
-        with mock.patch("workbench.generation.rotation.record_action", recording):
-            generation()
-        total, spans = time.perf_counter() - start, recorder.spans
-        # a pipeline has as many groups as ranks, and the first micro-batch of each is its prefill
-        prefill = sum(span.end - span.start for span in spans if span.action.micro_batch < pp_size)
-        decodes = [span.end - span.start for span in spans if span.action.micro_batch >= pp_size]
-        found.append([prefill, sum(decodes), total - prefill - sum(decodes), statistics.mean(decodes)])
-    return [statistics.median(values) for values in zip(*found[1:], strict=True)]  # the first one is a warm-up
-
-
-def print_profile(turns: int) -> None:
-    """Print where the time of a generation goes, by rank."""
-    rows = [["prompts", "layout", "rank", "prefill, s", "decode, s", "rest, s", "one decode, ms"]]
-    for prompts in (8, 32):
-        for pp_size in (1, 2):
-            for rank, (*seconds, decode) in enumerate(gather(recorded, pp_size, prompts, pp_size, turns)):
-                cells = [f"{value:.2f}" for value in seconds]
-                rows.append([str(prompts), f"pp {pp_size}", str(rank), *cells, f"{decode * 1000:.1f}"])
-    print_markdown(rows)
-
-
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     require_gpus(2)
@@ -130,7 +97,6 @@ def main() -> None:
             Variant("picotron, pp 2", step_of, (picotron_generation, prompts, {"pp_size": 2}), processes=2),
         ]
         print_table(measure(variants, options.turns, options.steps), prompts * NEW, baseline)
-    print_profile(options.turns)
 
 
 if __name__ == "__main__":

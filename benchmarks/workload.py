@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from picotron.config import Config
 from picotron.console import number
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import Rows, TextRows
+from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.weights import initial_weights
 from picotron.optimizer.optimizer import AdamW, update_weights
@@ -127,7 +127,6 @@ def picotron_step(
     layout: dict[str, Any],
     layers: int = LAYERS,
     threads: int = 1,
-    rows: Rows | None = None,
     **training: Any,
 ) -> Callable[[], Any]:
     """Return a step of picotron: forward and backward, clipping and optimizer. It returns the loss of all ranks.
@@ -135,15 +134,12 @@ def picotron_step(
     Args:
         layout, training: see `run_config`.
         threads: number of threads of the process.
-        rows: rows to train on; by default, random tokens.
     """
     torch.set_num_threads(threads)
     if not ON_GPU:
         keep_freed_memory()  # as train.py does
     device, config = device_of(rank), run_config(layout, **training)
     train_step, model, loader = training_of(config, device, layers)
-    if rows is not None:
-        loader = MicroBatchDataLoader(rows, config, device)
     optimizer = AdamW(model, config.training, fused=True)
 
     def step() -> Tensor:

@@ -94,7 +94,7 @@ MISTAKES: dict[str, Mistake] = {
         FUZZ, "training_step", "All data-parallel ranks read the sequences of dp rank 0.",
     ),
     "loss_read_in_each_micro_batch": Mistake(
-        STEP, "total_loss = total_loss + loss.detach()", "total_loss = total_loss + loss.item()", ("tests/test_fake_cuda.py",)
+        STEP, "total_loss = total_loss + loss.detach()", "total_loss = total_loss + loss.item()", ("tests/workbench/explain/test_explain.py",)
     ),
     "warmup_too_fast": Mistake(LEARNING_RATE, "(step + 1) / (warmup + 1)", "(step + 1) / warmup", FUZZ),
     "decay_begins_after_warmup": Mistake(

@@ -1,15 +1,11 @@
 """The rules of the code base that a program can check."""
 
 import ast
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from workbench.sweep.jobs import Job
 
 PACKAGE = sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")])
 PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -52,8 +48,6 @@ VARIANTS = {
         "data.whole",
     ]
 }
-# the doors from the trainer
-IN_TRAIN = {f"workbench.{room}" for room in ("prepare", "pipelines", "explain", "own_loops", "generation")}
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -106,28 +100,6 @@ def test_the_book_imports_variants_only_inside_of_functions() -> None:
             assert not found & VARIANTS, path
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, set()),
-        (
-            {"model__dtype": "bfloat16", "training__optimizer_states": "bfloat16", "distributed__dp_engine": "zero1"},
-            {"picotron.optimizer.bfloat16_states", "picotron.data_parallel.zero1"},
-        ),
-    ],
-    ids=["none", "two"],
-)
-def test_a_run_imports_the_variants_that_its_config_asks_for(
-    changes: dict[str, Any], expected: set[str], make_job: Callable[..., Job]
-) -> None:
-    job = make_job("run", training__total_train_steps=1, **changes)
-    program = "import sys, train; train.main(); print(*sys.modules)"
-    command = [sys.executable, "-c", program, "--config", str(job.config_file)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert set(result.stdout.splitlines()[-1].split()) & VARIANTS == expected
-
-
 def test_schedules_import_only_the_standard_library() -> None:
     """So schedules can be built, checked, timed and drawn wherever Python runs."""
     allowed = {"picotron.console", "picotron.files", "workbench.schedules", "workbench.drawing"}
@@ -141,16 +113,6 @@ def test_steps_import_torch_alone() -> None:
     """So a machine with torch can run them."""
     for path in Path("steps").glob("*.py"):
         assert {name.split(".")[0] for name in imports(path)} <= {"steps", "torch", *sys.stdlib_module_names}, path
-
-
-def test_train_opens_the_workbench_inside_five_ifs() -> None:
-    tree = ast.parse(Path("train.py").read_text())
-    doors = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "workbench" in ast.unparse(node.body)]
-    inside = [name for node in doors for name in ast.walk(node) if isinstance(name, ast.ImportFrom)]
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "workbench" in (node.module or "")]
-    assert len(doors) == 6  # one of them is within another
-    assert {id(node) for node in found} <= {id(node) for node in inside}
-    assert {".".join((node.module or "").split(".")[:2]) for node in found} == IN_TRAIN
 
 
 def test_only_torchrun_and_secrets_come_from_the_environment() -> None:

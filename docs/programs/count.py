@@ -14,7 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.tensor_parallel import kept_by
+import torch
+from torch import Tensor
+
 from docs.programs.quickstart import quickstart, stage_of
 from picotron.config import Config
 from picotron.console import text_table
@@ -83,6 +85,31 @@ def hidden_states_sent() -> Iterator[Row]:
         counts, mib = traffic(one_micro_batch(tp_size=tp, sequence_parallel=sp))
         unit, units = (tp - 1) / tp * BTD, L * (10 if sp else 8) + 4 + 6 / D
         yield tp_name(tp, sp), unit, units, units * unit, sum(mib.values(), 0.0), *(counts[kind] for kind in kinds)
+
+
+def kept_by(layer: Any, shape: tuple[int, int, int], positions: int) -> int:
+    """Count the bytes that a decoder layer's forward keeps for its backward, without weights and rotary tables.
+
+    Args:
+        shape: shape of the layer's input on this rank, (B, T, D) or a shard of it.
+        positions: number of positions in the rotary tables.
+    """
+    angle = torch.zeros(1, positions, 1, layer.self_attn.head_dim // 2)
+    cos, sin = angle.cos(), angle.sin()
+    not_counted = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), cos, sin)}
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in not_counted:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(shape, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x, cos, sin)
+    del y
+    return sum(kept.values())
 
 
 def layer_kept() -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
     python -m docs.programs.memory_pictures techniques --out docs/pictures/memory.svg
 
-Of the ranks, it is the one that needs most. (tests/test_fake_cuda.py compares estimates with counted bytes.)
+Of the ranks, it is the one that needs most.
 """
 
 import itertools

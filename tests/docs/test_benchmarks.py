@@ -3,22 +3,35 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from benchmarks.gpu.fake_cuda import obstacle
+from benchmarks import gpu
 
 PROGRAMS = sorted(path.stem for path in Path("benchmarks").glob("*.py") if "__main__" in path.read_text())
-ARGUMENTS = {"forecast": [], "roofline": ["--model", "smollm-1.7b", "--model.num_hidden_layers", "2"]}
+ARGUMENTS = {"forecast": []}
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_benchmark_prints_a_table(name: str) -> None:
-    if name == "roofline" and obstacle() is not None:
-        pytest.skip(str(obstacle()))
     command = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ["--tiny"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 3
+
+
+@pytest.mark.processes
+def test_a_failing_command_of_make_gpu_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+    commands = [
+        ("fails", ["-c", "1 / 0"], 60.0),
+        ("hangs", ["-c", "import time; time.sleep(60)"], 0.1),
+        ("works", ["-c", ""], 60.0),
+    ]
+    with mock.patch.object(gpu, "commands", return_value=commands):
+        assert gpu.main(["--tiny", "--only", "speed"]) == 1
+    out = capfd.readouterr().out
+    assert all(text in out for text in ("fails: exit status 1", "hangs: not done", "works: ok"))
+    assert out.endswith("3 commands, 2 failed fails hangs\n")

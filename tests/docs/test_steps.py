@@ -156,11 +156,6 @@ def test_step_trains_like_transformers(pool: WorkerPool, step: str, sizes: dict[
 @pytest.mark.parametrize(
     ("program", "options", "ranks", "sentence"),
     [
-        ("only_dp", "", 3, "dp 3 does not work; use one of [1, 2, 4]"),
-        ("only_tp", "", 3, "tp 3 does not work; use one of [1, 2, 4]"),
-        ("only_pp", "", 6, "pp 6 does not work; use one of [1, 2, 3, 4, 5]"),
-        ("only_cp", "", 3, "cp 3 does not work; use one of [1, 2, 4, 8]"),
-        ("s2_tp", "--tp 8", 8, "tp 8 does not work; use one of [1, 2, 4]"),
         ("s8_1f1b", "--pp 6", 6, "pp 6 does not work; use one of [1, 2, 3, 4, 5]"),
         ("s9_cp", "--dp 3 --cp 3", 9, "dp 3 does not work; use one of [1, 2, 4]\ncp 3 does not work; use one of [1, 2, 4, 8]"),
         ("s9_cp", "--tp 1", 2, "the sizes {'dp': 1, 'pp': 1, 'cp': 1, 'tp': 1} need --nproc_per_node 1, not 2"),

@@ -5,8 +5,7 @@
         FakeGroup.messages      # number of each Message in which this rank took part
 
 No data are transferred: every message counts as arrived immediately. Tensors may be on the meta device, where they
-have shapes but no memory, or fake tensors on a GPU (torch's own "fake" backend has no point-to-point messages for
-them).
+have shapes but no memory (torch's own "fake" backend has no point-to-point messages for them).
 """
 
 import contextlib
@@ -133,7 +132,7 @@ def _new_group(store: dist.Store, rank: int, size: int, timeout: Any) -> dist.Pr
     return FakeGroup(rank, size)  # type: ignore[call-arg]  # torch's annotations know only groups with a store
 
 
-dist.Backend.register_backend("fake_meta", _new_group, devices=["cpu", "cuda"])
+dist.Backend.register_backend("fake_meta", _new_group, devices=["cpu"])
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
 """Forecast the time of a training step by formulas, without running anything. No torch here.
 
-Computation. `Hardware` has the prices, of which benchmarks/roofline.py computes those of the operations that really
-run. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves tokens (n + k) + n k numbers. All other
-operations take the time to read and write their numbers. These are, per token of a layer in forward, with the symbols
-of `estimate`:
+Computation. `Hardware` has the prices. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves
+tokens (n + k) + n k numbers. All other operations take the time to read and write their numbers. These are, per token
+of a layer in forward, with the symbols of `estimate`:
 
     two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / tp
     rotation of q and k                     2 (H d + K d) / tp

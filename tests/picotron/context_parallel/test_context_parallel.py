@@ -17,7 +17,6 @@ from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.context_parallel import block_attention
 from picotron.context_parallel.context_parallel import attend_across_ranks
-from picotron.context_parallel.cp_communications import ring, start_ring_step
 from picotron.context_parallel.positions import local_positions
 from picotron.model.llama import fused_attention
 from picotron.process_group_manager import setup_process_group_manager
@@ -112,21 +111,6 @@ def test_zigzag_is_balanced_and_skips_masked_blocks(pool: WorkerPool, engine: st
     assert sum(forward) == everything
     # Counted in blocks, the maximum is (2 cp - 1) / cp of the mean. A diagonal block has just over half the pairs.
     assert max(forward) / (everything / cp) == pytest.approx((2 * cp - 1) / cp, rel=0.05)
-
-
-def around_the_ring() -> tuple[list[tuple[int, float]], float]:
-    """Return (source, value) of each ring step, and the value that returns. The tensors are not contiguous."""
-    grid = setup_process_group_manager(1, 3, 1, 1)
-    mine, seen = torch.full((2, 3), float(grid.cp_rank)).t(), []
-    for source, x in ring(mine):
-        assert x.shape == (3, 2)
-        seen.append((source, x[0, 0].item()))
-    return seen, start_ring_step(x)()[0, 0].item()
-
-
-def test_ring_visits_every_rank_and_returns(pool: WorkerPool) -> None:
-    steps = [([(r, r) for r in order], order[0]) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
-    assert pool.run(around_the_ring, 3) == steps
 
 
 def tensors_that_travel() -> list[tuple[int, int]]:

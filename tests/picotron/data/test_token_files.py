@@ -47,20 +47,19 @@ def write_data(folder: Path, kind: str) -> tuple[str, dict[str, str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["text", "samples"])
 def test_a_run_on_token_files_equals_the_run_on_their_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses, weights and evaluations are bitwise equal, also after resuming on the other one. A run on token files
     imports no code that makes them.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name, columns = write_data(tmp_path, kind)
+    name, _ = write_data(tmp_path, "text")
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
 
     def words(save_dir: str, load_path: str = "", **data: Any) -> list[str]:
         path = str(tmp_path / load_path) if load_path else ""
-        more = {"checkpoint.save_frequency": 2, "checkpoint.load_path": path, **columns, **data}
+        more = {"checkpoint.save_frequency": 2, "checkpoint.load_path": path, **data}
         return ["--config", "template/base_config.json", *arguments(tmp_path / save_dir, 1, 1, **more)]
 
     text = {"dataset.name": name, "model.tokenizer": tokenizer}

@@ -1,5 +1,6 @@
 """Cross-entropy over a sharded vocabulary: it equals torch's, and limits memory."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.context_parallel import LiveBytes
 from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
 from picotron.model import cross_entropy
@@ -97,6 +99,33 @@ def log_probs_of_bfloat16_logits() -> tuple[Tensor, Tensor]:
 def test_log_softmax_is_in_float32(pool: WorkerPool) -> None:
     log_probs, expected = pool.run(log_probs_of_bfloat16_logits, 1)[0]
     assert_close(log_probs.double(), expected, 1e-6)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors that were created in this mode: `now`, and their `peak`. Views of older tensors,
+    and results that are written into them, do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.known | given:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
 
 
 def peak_of(function: Any, tokens: int, width: int = 4) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import create_config
-import extract_metrics
-import generate
 import submit_slurm_jobs
 from tests.support.hostile import assert_rejected
 from workbench.drawing import __main__ as drawing
+from workbench.generation import program as generate
+from workbench.sweep import table as extract_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +90,7 @@ def test_command_lines_of_submit(words: str, folder: Path, capsys: pytest.Captur
 
 
 RECORDS = [
-    b"", b"\n", b"\xff\n", b"{\n", b"[]\n", b"null\n", b"1\n", b"{}\n", b'{"step": "x"}\n', b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": []}\n',
-    b"[" * 100_000 + b"\n", b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n", b'{"step": 1.5}\n',
+    b"", b"\xff\n", b"null\n", b"{}\n", b'{"step": 1, "loss": "x"}\n', b"[" * 100_000 + b"\n", b'{"step": 2, "loss": 1' + b"0" * 400 + b"}\n",
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from picotron.console import UserError
 from picotron.model.flops import model_cost
 from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run import metrics
 from picotron.run.checkpoint.checkpoint import Checkpoint
 from picotron.run.metrics import Metrics, peak_flops
 from picotron.run.progress import Progress
@@ -245,25 +243,3 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
     assert [step for step, _ in calls["logged"]] == [4, 5]
     calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
     assert "id" not in calls
-
-
-def log_a_long_run(folder: str) -> list[str]:
-    """Log three steps, one in an hour, of a run that max_tokens ends after its fifth step."""
-    keys = {"training__total_train_steps": 9, "training__max_tokens": 5 * 2 * 16 - 3}
-    config = make_config(checkpoint__save_dir=folder, **keys)
-    setup_process_group_manager(1, 1, 1, 1)
-    lines: list[str] = []
-    with (
-        mock.patch.object(metrics, "print_line", lines.append),
-        mock.patch.object(metrics.time, "perf_counter") as clock,
-    ):
-        clock.return_value = 0.0
-        results, progress = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64), Progress()
-        for hour in (1, 2, 3):
-            clock.return_value, progress = 3600.0 * hour, progress.after_step(config)
-            results.log(results.end_step(progress, torch.ones(()), torch.ones(()), 0.1)[0])
-    return [line.split("GB")[1] for line in lines]
-
-
-def test_a_long_run_says_how_long_it_will_take(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(log_a_long_run, 1, str(tmp_path)) == [["", " | 3.0 h left", " | 2.0 h left"]]

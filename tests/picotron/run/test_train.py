@@ -30,13 +30,6 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_user_error_ends_the_program_with_one_line(home: Path, tmp_path: Path) -> None:
-    result = run(home, *arguments(tmp_path, 2, 1, **{"training.lr": 1}))
-    assert result.returncode == 1
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("[rank 0] error: unknown key training.lr")
-
-
 def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
     """The others wait for it in a collective."""
     failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
@@ -47,22 +40,16 @@ def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_pa
     assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "report"),
-    [([sys.executable], "[rank 1] error: the process was ended by SIGKILL"), ([*TORCHRUN, "2"], "Signal 9 (SIGKILL)")],
-)
-def test_killed_stage_ends_the_run_within_30_seconds(
-    home: Path, tmp_path: Path, launcher: list[str], report: str
-) -> None:
+def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     broken = changed_program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 4)
     words = ["--config", "template/base_config.json"]
     words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
-    command, environment = [*launcher, broken, *words], {**os.environ, "HOME": str(home)}
+    command, environment = [sys.executable, broken, *words], {**os.environ, "HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert result.returncode != 0
     assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
-    assert report in result.stderr
+    assert "[rank 1] error: the process was ended by SIGKILL" in result.stderr
     assert len(metrics(tmp_path / "run")) == 1
 
 

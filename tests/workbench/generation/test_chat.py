@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-import generate as program
 from conformance.fuzz.chat_templates import CHATML, TOOLS
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from conformance.oracle import tiny_llama
+from workbench.generation import program
 from workbench.generation.prompts import CompletionPrinter, Encoder
 
 pytestmark = pytest.mark.usefixtures("_end_process_group")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
-import generate as program
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.oracle import tiny_llama
-from generate import load_model
 from picotron.console import UserError
+from workbench.generation import program
+from workbench.generation.program import load_model
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling

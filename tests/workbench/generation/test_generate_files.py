@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import generate as program
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from tests.support.program import TORCHRUN
 from tests.support.samples import write_jsonl
+from workbench.generation import program
 from workbench.generation.prompts import prompt_of, read_prompts
 from workbench.prepare.tokens import train_bpe
 

@@ -87,7 +87,6 @@ def greedy(sampling: Sampling) -> list[Completion]:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp_size": 2},
     {"pp_size": 2, "pp_engine": "zbv"},
     {"pp_size": 2, "tp_size": 2, "dp_size": 2},
 ]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-import extract_metrics
 from picotron.run.config_reader import parse_config
+from workbench.sweep import table as extract_metrics
 from workbench.sweep.jobs import Job
 
 PLOTS = ("loss.png", "throughput.png")

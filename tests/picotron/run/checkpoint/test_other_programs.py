@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import generate as program
 from conformance.fuzz.chat_templates import CHATML
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.models import FAMILIES
@@ -22,6 +21,7 @@ from conformance.oracle import assert_close, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.run.checkpoint.writer import model_files
 from tests.support.checkpoints import first_half, run
+from workbench.generation import program
 
 # The last version of transformers 4, which many programs that serve models still require, and what it depends on.
 TRANSFORMERS_4 = ["transformers==4.57.3", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]
