@@ -4,6 +4,8 @@
     python -m conformance ADAPTER.py                             every chapter in a few layouts
     python -m conformance ADAPTER.py --full                      every chapter in every layout
     python -m conformance ADAPTER.py --only resume --layouts "dp2 x pp2" tp2
+    python -m conformance ADAPTER.py --write FOLDER              write the cases, for a launcher of your own
+    python -m conformance [ADAPTER.py] --judge FOLDER            judge what its ranks have written
 
 The page docs/reference/conformance.md explains the chapters and how to write an adapter.
 """
@@ -11,16 +13,21 @@ The page docs/reference/conformance.md explains the chapters and how to write an
 import argparse
 import dataclasses
 import json
+import shutil
+import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
+import torch
 import transformers
 
+from conformance import __version__
 from conformance.case import is_mistyped_size
-from conformance.chapters import CHAPTERS, PAIRS, SINGLE, STEPS
-from conformance.check import Checker, Row
+from conformance.chapters import CHAPTERS
+from conformance.check import CRASHED, DIFFERS, EQUAL, HANGS, KNOWN, NOT_OFFERED, Checker, Row
 
 
 def python_file(text: str) -> Path:
@@ -54,55 +61,83 @@ def parse_arguments() -> argparse.Namespace:
         "--full", action="store_true", help="every chapter in pairs of axes and in the adapter's layouts"
     )
     parser.add_argument("--json", type=writable_file, help="file for the results")
-    parser.add_argument("--badge", type=writable_file, help="file for a picture of the verdict (.svg)")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
-    parser.add_argument("--trace", action="store_true", help="name the first wrong tensor of each row that differs")
-    parser.add_argument("--torchrun", action="store_true", help="start the ranks of each case with torchrun (slow)")
-    return parser.parse_args()
-
-
-def plan(checker: Checker, options: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Return the rows of a run: chapter, layout, and another layout to resume in."""
-    rows, own = [], getattr(checker.adapter, "LAYOUTS", ())
-    for chapter in options.only:
-        default = [*STEPS, *own] if chapter == "steps" else [*SINGLE, *PAIRS, *own] if options.full else SINGLE
-        layouts = options.layouts or [layout for layout in default if not checker.without_axes(layout)]
-        others = [*layouts[1:], layouts[0]] if len(set(layouts)) > 1 else ["dp1"] * len(layouts)
-        rows += [(chapter, layout, other) for layout, other in zip(layouts, others, strict=True)]
-    return rows
-
-
-def badge(rows: list[Row]) -> str:
-    """Return a picture of the verdict (SVG): the number of checks that are equal, of those that the adapter offers."""
-    offered = [row for row in rows if row.verdict != "not offered"]
-    good = sum(not row.is_bad for row in offered)
-    colour, text = "#2a7d4f" if good == len(offered) > 0 else "#b3402a", f"{good} of {len(offered)} equal"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="200" height="20" font-family="sans-serif" font-size="11" fill="#fff">'
-        f'<rect width="90" height="20" fill="#444"/><rect x="90" width="110" height="20" fill="{colour}"/>'
-        f'<text x="45" y="14" text-anchor="middle">conformance</text><text x="145" y="14" text-anchor="middle">{text}</text></svg>\n'
+    parser.add_argument(
+        "--junit", type=writable_file, help="file for the results, as continuous integration reads them"
     )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
+    parser.add_argument("--trace", action="store_true", help="trace each row [only the first that differs]")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="write the cases, and print their ranks and folders"
+    )
+    parser.add_argument(
+        "--judge", type=Path, metavar="FOLDER", help="judge the outcomes in a folder that --write wrote"
+    )
+    options = parser.parse_args()
+    if options.write and (options.judge or not options.adapter):
+        parser.error("--write needs an adapter, and is a run of its own")
+    return options
+
+
+def versions(adapter: Path | None) -> dict[str, str]:
+    """Return what results depend on: versions, and the adapter with the commit of its repository."""
+    found = {"conformance": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    if adapter is not None:
+        found |= {"adapter": str(adapter), "commit": ""}
+        if git := shutil.which("git"):
+            command = [git, "-C", str(adapter.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+            found["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return found
+
+
+def junit(rows: list[Row], properties: dict[str, str]) -> ET.ElementTree:
+    """Return the rows as a JUnit report."""
+    counts = Counter(row.verdict for row in rows)
+    suite = ET.Element(
+        "testsuite",
+        name="conformance",
+        tests=str(len(rows)),
+        failures=str(counts[DIFFERS]),
+        errors=str(counts[CRASHED] + counts[HANGS]),
+        skipped=str(counts[NOT_OFFERED] + counts[KNOWN]),
+    )
+    ET.SubElement(suite, "properties").extend(
+        ET.Element("property", name=name, value=value) for name, value in properties.items()
+    )
+    for row in rows:
+        seconds = f"{row.seconds:.3f}"
+        test = ET.SubElement(suite, "testcase", classname=f"conformance.{row.chapter}", name=row.layout, time=seconds)
+        if row.verdict != EQUAL:
+            kind = "failure" if row.verdict == DIFFERS else "error" if row.is_bad else "skipped"
+            found = ET.SubElement(test, kind, message=f"{row.verdict}: {row.detail}")
+            found.text = "".join(c for c in f"{row.trace}\n{row.log}" if c.isprintable() or c == "\n")
+    return ET.ElementTree(suite)
 
 
 def main() -> int:
     options, began = parse_arguments(), time.monotonic()
     transformers.utils.logging.disable_progress_bar()
-    if options.adapter is None:
+    if options.adapter is None and options.judge is None:
         print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
         return 0
     rows: list[Row] = []
-    with Checker(options.adapter, options.timeout, options.torchrun, options.trace) as checker:
-        for chapter, layout, other in plan(checker, options):
-            rows.append(checker.check(chapter, layout, other))
-            print(rows[-1], flush=True)
+    with Checker(options.adapter, options.timeout, options.trace or None) as checker:
+        plan = checker.plan(options.only, options.layouts, options.full)
+        if options.write is not None:
+            for case in checker.write_cases(plan, options.write):
+                print(case.world_size, case.folder, flush=True)
+            return 0
+        for row in checker.judge_cases(options.judge) if options.judge else (checker.check(*each) for each in plan):
+            rows.append(row)
+            print(row, flush=True)
     counts = Counter(row.verdict for row in rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-    if options.badge:
-        options.badge.write_text(badge(rows))
-    return 0 if any(row.verdict == "equal" for row in rows) and not any(row.is_bad for row in rows) else 1
+        results = versions(options.adapter) | {"rows": [dataclasses.asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.junit:
+        junit(rows, versions(options.adapter)).write(options.junit, "unicode")
+    return 0 if counts[EQUAL] + counts[KNOWN] and not any(row.is_bad for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -162,14 +163,17 @@ class Case:
             raise NotOffered(reason)
 
     def write(self) -> None:
-        """Write case.json."""
-        fields = {name: str(x) if isinstance(x, Path) else x for name, x in dataclasses.asdict(self).items()}
+        """Write case.json. Its path is relative, so that folders of cases can be copied."""
+        fields = dataclasses.asdict(self) | {"load": self.load and os.path.relpath(self.load, self.folder)}
+        del fields["folder"]
         (self.folder / "case.json").write_text(json.dumps(fields, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "Case":
         fields: dict[str, Any] = json.loads((folder / "case.json").read_text())
-        return cls(**fields | {"folder": folder, "load": Path(fields["load"]) if fields["load"] else None})
+        return cls(
+            **fields | {"folder": folder, "load": (folder / fields["load"]).resolve() if fields["load"] else None}
+        )
 
 
 def is_size(word: str) -> bool:

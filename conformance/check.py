@@ -4,29 +4,31 @@ import dataclasses
 import gc
 import json
 import math
-import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conformance.case import AXES, Case, sizes_of
-from conformance.chapters import cases_of
+from conformance.chapters import CHAPTERS, PAIRS, SINGLE, STEPS, cases_of
 from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
 from conformance.precision import check_precision
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, run_reference
-from conformance.result import Result
+from conformance.result import Result, read_outcome
 from conformance.rounding import limits_of
 from conformance.trace import Trace
 from conformance.trace_recorder import Record, Recorder
 
 EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
+KNOWN = "known"  # a difference, a crash or a hang of which the adapter's KNOWN gives the reason
 LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|socket")
 
 
@@ -35,13 +37,14 @@ class Row:
     """The verdict of a chapter in a layout.
 
     Args:
-        verdict: one of the five names above.
+        verdict: one of the six names above.
         detail: the first difference, the reason, or the error.
         errors: largest relative error of each kind of result.
         seconds: time of the case.
         difference: fields of the first difference, for programs.
         log: tracebacks of the ranks.
         trace: the first wrong tensor, the number of tensors that are equal, or why none was compared; "" without trace.
+        wrong: fields of the first wrong tensor, for programs.
     """
 
     chapter: str
@@ -53,30 +56,30 @@ class Row:
     difference: dict[str, Any] = dataclasses.field(default_factory=dict)
     log: str = ""
     trace: str = ""
+    wrong: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_bad(self) -> bool:
         return self.verdict in (DIFFERS, CRASHED, HANGS)
 
     def __str__(self) -> str:
-        error = f"{max(self.errors.values()):.0e}" if self.errors and self.verdict == EQUAL else ""
+        error = f"{max(self.errors.values()):.0e} " if self.errors and self.verdict == EQUAL else ""
         trace = f"\n{'':11} {self.trace}" if self.trace else ""
-        return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error or self.detail}".rstrip() + trace
+        return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error}{self.detail}".rstrip() + trace
 
 
 class Checker:
     """Checks an adapter. As a context manager, it ends its processes on exit.
 
     Args:
-        path: the adapter's file.
+        path: the adapter's file; None: only `judge_cases`.
         timeout: seconds after which a case hangs.
-        torchrun: whether torchrun starts the ranks of each case, instead of a process that forks them.
-        trace: whether to look for the first wrong tensor of each case, see `Trace`.
+        trace: whether to look for the first wrong tensor of each case, see `Trace`; None: of the first that differs.
     """
 
-    def __init__(self, path: Path, timeout: float = 60.0, torchrun: bool = False, trace: bool = False) -> None:
-        self.path, self.timeout, self.torchrun, self.trace = path, timeout, torchrun, trace
-        self.adapter: ModuleType = load_adapter(path)
+    def __init__(self, path: Path | None, timeout: float = 60.0, trace: bool | None = False) -> None:
+        self.path, self.timeout, self.trace = path, timeout, trace
+        self.adapter = ModuleType("none") if path is None else load_adapter(path)
         self.server: subprocess.Popen[str] | None = None
         self.known: dict[tuple[str, Case], tuple[Reference, Any]] = {}
         self.records: dict[tuple[str, Case], list[Record]] = {}  # of the last reference
@@ -90,11 +93,22 @@ class Checker:
             self.server.stdin.close()
             self.server.wait()
 
-    def offers(self, chapter: str, layout: str) -> str:
-        """Return why the adapter offers no such chapter or layout, by its lists CHAPTERS and AXES; "" if it does."""
+    def plan(
+        self, only: Iterable[str] = CHAPTERS, layouts: Sequence[str] = (), full: bool = False
+    ) -> Iterator[tuple[str, str, str]]:
+        """Yield the rows of a run: chapter, layout, and another layout to resume in."""
+        for chapter in only:
+            own = getattr(self.adapter, "LAYOUTS", ())
+            default = [*STEPS, *own] if chapter == "steps" else [*SINGLE, *PAIRS, *own] if full else SINGLE
+            own = layouts or [layout for layout in default if not self.without_axes(layout)]
+            others = [*own[1:], own[0]] if len(set(own)) > 1 else ["dp1"] * len(own)
+            yield from ((chapter, layout, other) for layout, other in zip(own, others, strict=True))
+
+    def refusal(self, chapter: str, layout: str, other: str) -> str:
+        """Return why the adapter offers no such row, by its lists CHAPTERS and AXES; "" if it does."""
         if chapter not in getattr(self.adapter, "CHAPTERS", (chapter,)):
             return f"the adapter has no {chapter}"
-        missing = self.without_axes(layout)
+        missing = self.without_axes(layout) or (self.without_axes(other) if chapter == "elsewhere" else [])
         return f"the adapter has no {' and no '.join(missing)}" if missing else ""
 
     def without_axes(self, layout: str) -> list[str]:
@@ -110,31 +124,54 @@ class Checker:
             other, changes: see `cases_of`.
         """
         row, began = Row(chapter, layout), time.monotonic()
-        if reason := self.offers(chapter, layout) or (chapter == "elsewhere" and self.offers(chapter, other)):
-            return dataclasses.replace(row, verdict=NOT_OFFERED, detail=str(reason))
+        if reason := self.refusal(chapter, layout, other):
+            return dataclasses.replace(row, verdict=NOT_OFFERED, detail=reason)
         with tempfile.TemporaryDirectory() as folder:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
                 if row.verdict == EQUAL:
-                    if self.trace and case.dtype == "float64" and case.steps:
+                    if self.trace and is_traceable(case):
                         (case.folder / "trace").mkdir()
                     self.start(case, adapter)
                     self.judge(case, row)
+        self.compare_with_known(row)
+        if row.verdict == DIFFERS and self.trace is None and is_traceable(case):
+            self.trace = True
+            again = self.check(chapter, layout, other, adapter, **changes)
+            self.trace, row.trace, row.wrong = False, again.trace, again.wrong
         row.seconds = time.monotonic() - began
         gc.collect()  # the modules of a trace are in circles
         return row
 
+    def compare_with_known(self, row: Row) -> None:
+        """Change the verdict of a row whose difference the adapter knows."""
+        reason = getattr(self.adapter, "KNOWN", {}).get((row.chapter, row.layout))
+        if reason and row.is_bad:
+            row.verdict, row.detail = KNOWN, f"{reason}: {row.detail}"
+        elif reason and row.verdict == EQUAL:
+            row.detail = f"is equal now; remove it from KNOWN ({reason})"
+
+    def write_cases(self, rows: Iterable[tuple[str, str, str]], folder: Path) -> Iterator[Case]:
+        """Write the cases of rows into a folder that can be copied to another machine, and yield them."""
+        for number, row in enumerate(row for row in rows if not self.refusal(*row)):
+            with tempfile.TemporaryDirectory() as scratch:
+                cases = cases_of(*row, Path(scratch))
+                target = folder / f"{number:03} {row[0]} {row[1]}".replace(" ", "_")
+                shutil.copytree(scratch, target)  # with files in place of links
+                yield from (dataclasses.replace(case, folder=target / case.folder.name) for case in cases)
+
+    def judge_cases(self, folder: Path) -> Iterator[Row]:
+        """Judge what ranks have written into a folder of `write_cases`."""
+        for each in sorted(folder.glob("*/1")):
+            cases = [Case.read(path) for path in sorted(each.parent.iterdir())]
+            row = Row(cases[0].chapter, cases[0].layout)
+            for case in cases:
+                if row.verdict == EQUAL:
+                    self.judge(case, row)
+            self.compare_with_known(row)
+            yield row
+
     def start(self, case: Case, adapter: Path | None = None) -> None:
         """Run the ranks of a case. Their outcomes are files in its folder."""
-        if self.torchrun:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world_size)]
-            command = [*launcher, "-m", "conformance.ranks", str(adapter or self.path), str(case.folder)]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
-                process.wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun ends its processes
-                process.wait()
-            return
         if self.server is None:
             command = [sys.executable, "-m", "conformance.ranks", str(self.path)]
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -146,11 +183,8 @@ class Checker:
 
     def judge(self, case: Case, row: Row) -> None:
         """Read the outcomes of the ranks, and compare them with the reference."""
-        outcomes: dict[int, tuple[str, Any]] = {}
-        for rank in range(case.world_size):
-            path = case.folder / f"rank{rank}"
-            if path.exists():
-                outcomes[rank] = pickle.loads(path.read_bytes())
+        paths = {rank: case.folder / f"rank{rank}.safetensors" for rank in range(case.world_size)}
+        outcomes = {rank: read_outcome(path) for rank, path in paths.items() if path.exists()}
         found = [outcome for outcome in outcomes.values() if outcome[0] == NOT_OFFERED]
         if found:
             row.verdict, row.detail = found[0]
@@ -165,7 +199,7 @@ class Checker:
         elif missing:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
         else:
-            right, results = self.reference(case), [outcome[1] for _, outcome in sorted(outcomes.items())]
+            right, results = self.reference(case), [outcome[1] for outcome in outcomes.values()]
             difference = None
             try:
                 difference = self.compare(case, results, row, *right)
@@ -173,16 +207,20 @@ class Checker:
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
                 row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
             if self.trace:
-                row.trace = self.traced(case, results, right[0], difference)
+                row.trace, row.wrong = self.traced(case, results, right[0], difference)
 
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
         path = case.folder / f"rank{rank}.stack"
         stack = path.read_text() if path.exists() else ""
         lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
-        if not stack and not self.torchrun:  # under torchrun, it can also be waiting
+        if self.server is not None and not stack:  # under another launcher, it can also be waiting
             return f"rank {rank} has ended its process"
-        return f"rank {rank} is in line {lines[0]} of {self.path.name}" if lines else f"rank {rank} has not returned"
+        return (
+            f"rank {rank} is in line {lines[0]} of {Path(str(self.path)).name}"
+            if lines
+            else f"rank {rank} has not returned"
+        )
 
     def compare(self, case: Case, results: list[Result], row: Row, right: Reference, limits: Any) -> Difference | None:
         if not any(each.weights for each in results) and (case.output / "config.json").exists():
@@ -197,27 +235,29 @@ class Checker:
             row.verdict, row.detail, row.difference = DIFFERS, str(difference), dataclasses.asdict(difference)
         return difference
 
-    def traced(self, case: Case, results: list[Result], right: Reference, difference: Difference | None) -> str:
-        """Say which tensor of a case is the first wrong one, or how many are equal: a run of which none is compared
-        proves nothing.
+    def traced(
+        self, case: Case, results: list[Result], right: Reference, difference: Difference | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Say which tensor of a case is the first wrong one, also as fields, or how many are equal: a run of which none
+        is compared proves nothing.
         """
-        if not (case.folder / "trace").exists():
-            return "not traced: only steps in float64 are"
+        if not is_traceable(case):
+            return "not traced: only steps in float64 are", {}
         try:
             trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
             text = trace.first_wrong(difference)
         except Exception as error:  # a trainer's modules can return anything
-            return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
+            return f"not traced: its records cannot be compared: {type(error).__name__}: {error}", {}
         equal = [each for found in trace.at.values() for each in found if each.is_right]
         if equal and not trace.reason:
             reached = {name for each in equal for name in each.key[2].split(" + ")} & trace.modules
             counts = f"{len(equal)} tensors of {len(reached)} of {len(trace.modules)} modules are equal"
             if difference is None:  # a tensor can have another form, and all results can be right
-                return f"traced: {counts}" + (f", but {text}" if text else "")
-            return text or f"traced: {counts}"
+                return f"traced: {counts}" + (f", but {text}" if text else ""), {}
+            return text or f"traced: {counts}", trace.first
         names = ", ".join(sorted(trace.raw)[:3])
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
-        return f"not traced: {trace.reason or (unknown if names else 'no module was called')}"
+        return f"not traced: {trace.reason or (unknown if names else 'no module was called')}", {}
 
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible."""
@@ -240,3 +280,7 @@ class Checker:
         """Return what the reference of a case depends on."""
         model = (case.model_folder / "config.json").read_text()
         return model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
+
+
+def is_traceable(case: Case) -> bool:
+    return case.dtype == "float64" and len(case.steps) > 0

@@ -533,7 +533,7 @@ MISTAKES: dict[str, Mistake] = {
         thread="EleutherAI/gpt-neox#1379", place=r"step 1: .*\.weight on ranks 0, 1 after the optimizer's step",
     ),
     "fsdp: sum_instead_of_mean": Mistake(
-        TORCH_FSDP, "(part * ranks).backward()", "(part * ranks**2).backward()", (f"{TORCH_FSDP} step dp2",),
+        TORCH_FSDP, "x), ranks, model", "x), ranks**2, model", (f"{TORCH_FSDP} step dp2",),
         thread="pytorch/pytorch#162338", place=r"gradient of lm_head\.weight .* is 2 times",
     ),
     "pipeline: norm_of_one_stage": Mistake(

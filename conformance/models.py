@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+IS_OLD = transformers.__version__.startswith("4.")
 # Options that a family has besides a Llama's, chosen so that they show in the numbers. `python -m conformance` takes
 # the first ones of a family; the fuzzer draws.
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -33,7 +35,7 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
 EXPERTS: dict[str, list[dict[str, Any]]] = {"mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2}]}
 
 
-def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
+def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     """Return the config of a small model with grouped-query attention and untied embeddings.
 
     Args:
@@ -53,11 +55,13 @@ def small_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
         "tie_word_embeddings": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    if IS_OLD:
+        sizes["rope_theta"] = sizes["rope_parameters"]["rope_theta"]
     return AutoConfig.for_model(family, **sizes | (FAMILIES | EXPERTS)[family][0] | changes)
 
 
 @torch.no_grad()
-def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
+def write_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> None:
     """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers
     in bfloat16, so that runs in any dtype start from the same ones.
     """
@@ -75,8 +79,8 @@ def write_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> None:
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load transformers' model from a folder, exact in float64, see `with_exact_norms`."""
-    # The default implementation of experts needs bfloat16.
-    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager"))
+    options = {} if IS_OLD else {"experts_implementation": "eager"}  # the default one needs bfloat16
+    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options))
 
 
 class ExactNorm(nn.Module):

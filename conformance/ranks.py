@@ -2,7 +2,7 @@
 
     python -m conformance.ranks ADAPTER           import an adapter, and run the ranks of cases, of which standard input
                                                   has a line each: the adapter, the folder of the case, the time limit
-    torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case
+    torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case (any launcher that sets RANK, WORLD_SIZE, ...)
 
 A process that is forked (on Linux) starts in milliseconds, any other in seconds: it imports torch and transformers.
 """
@@ -12,7 +12,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ import transformers
 import transformers.models.llama.modeling_llama  # so that forked processes need not import it
 
 from conformance.case import Case
-from conformance.result import NotOffered
+from conformance.result import NotOffered, read_outcome, write_outcome
 from conformance.trace_recorder import recording
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # macOS may crash after a fork
@@ -47,20 +46,19 @@ def load_adapter(path: Path) -> ModuleType:
 
 
 def run_rank(adapter: Path, case: Case, rank: int) -> None:
-    """Run a case on this rank, and write its outcome: ("result", Result) or the name and the reason of a failure."""
+    """Run a case on this rank, and write its outcome: the result, or the kind and the reason of a failure."""
+    path = case.folder / f"rank{rank}.safetensors"
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # no trainer may rely on equal seeds
     try:
         module = load_adapter(adapter)
         with recording(case, rank):
-            outcome = ("result", module.run(case).local())
+            found = module.run(case).local()
+        write_outcome(path, "result", vars(found))
     except NotOffered as error:
-        outcome = ("not offered", str(error))
+        write_outcome(path, "not offered", str(error))
     except BaseException:
-        outcome = ("crashed", traceback.format_exc())
-    path = case.folder / f"rank{rank}"
-    path.with_suffix(".part").write_bytes(pickle.dumps(outcome))
-    path.with_suffix(".part").rename(path)  # so that it is complete when it is there
+        write_outcome(path, "crashed", traceback.format_exc())
 
 
 def be_rank(adapter: Path, case: Case, rank: int, port: int) -> None:
@@ -105,10 +103,10 @@ def wait_for_ranks(case: Case, ranks: dict[int, Any], timeout: float) -> None:
             if process.exitcode is not None:
                 del ranks[rank]
                 end = min(end, time.monotonic() + GRACE)
-        ready = [case.folder / f"rank{rank}" for rank in ranks if (case.folder / f"rank{rank}").exists()]
+        ready = [path for rank in ranks if (path := case.folder / f"rank{rank}.safetensors").exists()]
         if len(ready) == len(ranks):
             return
-        if end > time.monotonic() + GRACE and any(pickle.loads(each.read_bytes())[0] != "result" for each in ready):
+        if end > time.monotonic() + GRACE and any(read_outcome(each)[0] != "result" for each in ready):
             end = time.monotonic() + GRACE
         time.sleep(0.01)
     for process in ranks.values():

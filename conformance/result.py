@@ -1,9 +1,13 @@
 """What an adapter returns on each rank: numbers, and the parts of tensors that the rank holds."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -86,3 +90,35 @@ def as_part(value: Tensor | Part) -> Part:
         _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         return Part(value.to_local().detach().cpu().clone(), tuple(start))
     return Part(value.detach().cpu().clone(), (0,) * value.ndim)
+
+
+def write_outcome(path: Path, kind: str, what: Any) -> None:
+    """Write the outcome of a rank: numbers and places in JSON, in the header of a safetensors file with the tensors. To
+    read such a file runs no code, whoever has written it.
+
+    Args:
+        kind: `result`, `not offered` or `crashed`.
+        what: the fields of a `Result`, or the reason.
+    """
+    tensors = dict[str, Tensor]()
+
+    def encoded(x: Any) -> Any:
+        if not isinstance(x, Part):
+            return x.tolist()  # a number of torch or numpy
+        tensors[str(len(tensors))] = x.tensor.contiguous()
+        return {"tensor": str(len(tensors) - 1), "start": x.start}
+
+    text, partial = json.dumps([kind, what], default=encoded), path.with_suffix(".part")
+    save_file(tensors, partial, {"outcome": text})
+    partial.rename(path)  # so that it is complete when it is there
+
+
+def read_outcome(path: Path) -> tuple[str, Any]:
+    """Read the outcome of a rank, see `write_outcome`."""
+    with safe_open(path, "pt") as file:
+
+        def decoded(x: dict[str, Any]) -> Any:
+            return Part(file.get_tensor(x["tensor"]), tuple(x["start"])) if x.keys() == {"tensor", "start"} else x
+
+        kind, what = json.loads(file.metadata()["outcome"], object_hook=decoded)
+    return kind, Result(**what) if kind == "result" else what

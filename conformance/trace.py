@@ -115,6 +115,7 @@ class Trace:
         modules: names of the reference's modules.
         raw: the trainer's names of its modules.
         reason: why a rank has no records, if it says so.
+        first: fields of the first wrong tensor, for programs; empty if a number is wrong, or nothing.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Trace:
         self.case, self.rename = case, rename
         self.shape = tuple(case.batch(case.first_step)["input_ids"].shape)
         self.right, self.at = dict[Key, Right](), dict[Key, list[Local]]()
-        self.modules, self.raw, self.reason = set[str](), set[str](), ""
+        self.modules, self.raw, self.reason, self.first = set[str](), set[str](), "", dict[str, Any]()
         self.factors = dict[tuple[int, Phase, int], float]()  # of gradients, by step, phase and rank
         self.places = dict[tuple[int, str, str], tuple[Tensor, Tensor]]()  # rows and columns of each rank's weights
         self.read_reference([each for each in records if each.step >= case.first_step])
@@ -400,8 +401,18 @@ class Trace:
             for phase in Phase:
                 if phase in (Phase.BACKWARD, Phase.CLIP):
                     self.find_factors(step, phase)
-                texts = (self.wrong(key) for key in self.keys(step, phase))
-                text = next(filter(None, texts), "")
+                key, text = next(
+                    ((key, text) for key in self.keys(step, phase) if (text := self.wrong(key))), (None, "")
+                )
+                if key is not None:
+                    ranks = sorted({each.rank for each in self.at[key] if each.is_right is False})
+                    self.first = {
+                        "step": step + 1,
+                        "phase": phase.name,
+                        "module": key[2],
+                        "kind": key[3],
+                        "ranks": ranks,
+                    }
                 if phase == Phase.NORM:
                     text = self.say.clipping(step)
                     if difference is not None and (difference.step, difference.name) == (step + 1, ""):

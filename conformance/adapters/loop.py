@@ -58,16 +58,25 @@ def chunks(batch: Batch, n: int, dim: int = 0) -> list[Batch]:
     return [dict(zip(batch, x, strict=True)) for x in zip(*(x.chunk(n, dim) for x in batch.values()), strict=True)]
 
 
-def accumulate(case: Case, own: Batch, total: Tensor, logits_of: Callable[[Batch], Tensor], scale: int = 1) -> Tensor:
+def accumulate(
+    case: Case,
+    own: Batch,
+    total: Tensor,
+    logits_of: Callable[[Batch], Tensor],
+    scale: int = 1,
+    synchronize: Callable[[bool], object] = bool,
+) -> Tensor:
     """Run forward and backward of each micro-batch, and return the loss of this rank's targets.
 
     Args:
         own: this rank's part of the global batch.
         total: sum of the weights of all targets of the global batch.
         scale: factor of the gradients: the number of ranks where a trainer averages over the ranks.
+        synchronize: function that is called before each micro-batch, with whether it is the last.
     """
     loss = torch.zeros((), dtype=torch.float64)
-    for piece in chunks(own, case.micro_batches):
+    for i, piece in enumerate(chunks(own, case.micro_batches)):
+        synchronize(i == case.micro_batches - 1)
         losses = case.token_losses(logits_of(piece), piece["target_ids"]) * weights_of(piece)
         (losses.sum() / total * scale).backward()
         loss += losses.sum().detach() / total

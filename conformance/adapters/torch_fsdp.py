@@ -14,9 +14,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from conformance import Case, Result
-from conformance.adapters.loop import chunks, norm_of_mixed, torch_norm, train
+from conformance.adapters.loop import accumulate, chunks, norm_of_mixed, torch_norm, train
 from conformance.adapters.torch_tp import parallelize
-from conformance.case import Batch, weights_of
+from conformance.case import Batch
+from conformance.reference import logits_of
 
 AXES = ("dp", "tp")
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32", "mixed")
@@ -39,14 +40,8 @@ def run(case: Case) -> Result:
         fully_shard(module, mesh=mesh["replicate", "shard"] if replicas > 1 else mesh["shard"], mp_policy=policy)
 
     def backward(batch: Batch, total: Tensor) -> float:
-        pieces = chunks(chunks(batch, ranks)[rank], case.micro_batches)
-        loss = torch.zeros((), dtype=torch.float64)
-        for i, piece in enumerate(pieces):
-            model.set_requires_gradient_sync(i == len(pieces) - 1)
-            losses = case.token_losses(model(input_ids=piece["input_ids"], use_cache=False).logits, piece["target_ids"])
-            part = (losses * weights_of(piece)).sum() / total
-            (part * ranks).backward()  # because `fully_shard` averages over the ranks
-            loss += part.detach()
+        own = chunks(batch, ranks)[rank]  # `fully_shard` averages over the ranks
+        loss = accumulate(case, own, total, lambda x: logits_of(model, x), ranks, model.set_requires_gradient_sync)
         dist.all_reduce(loss)
         return loss.item() / tp
 
