@@ -10,9 +10,7 @@ does not overlap computation.
 
 With torch.compile, neighbouring element-wise operations become one kernel, which reads what comes from outside and
 writes what is needed outside. A row of logits does not fit into one part of the GPU, so the softmax of the loss reads
-it three times: for the largest logit, for the sum and for the gradient. The second column estimates that. The formulas
-of the forecast lie between both columns: they fuse the operations of a norm, a rotation or a SwiGLU, but not those of
-different modules, nor the softmax of the loss.
+it three times: for the largest logit, for the sum and for the gradient. The second column estimates that.
 """
 
 import argparse
@@ -217,7 +215,7 @@ def compiled(operations: list[Operation], hardware: Hardware) -> dict[str, float
 
 def record(config: Config, model_config: LlamaConfig, hardware: Hardware) -> list[Operation]:
     """Return the operations of a training step of rank 0: the second one, because the first one creates states."""
-    recorder = Recorder(hardware)
+    recorder = Recorder(hardware.in_step(config.distributed.world_size))
     with fake_cuda_rank(config, model_config, device_name=hardware.name) as run:
         for step in range(2):
             with recorder if step else contextlib.nullcontext(), recorder.communication():
@@ -252,11 +250,13 @@ def report(config: Config, model_config: LlamaConfig, hardware: Hardware) -> str
     )
     assert peak is not None
     rows.append(["MFU", *(cell for total in totals for cell in (f"{flops / total / peak:.1%}", "")), ""])
-    found = forecast(config, model_config, plan_pipeline(config, model_config), hardware)
-    rows.append(
-        ["forecast by formulas, ms", f"{found.step_time * 1e3:,.1f}", "", f"{found.step_time * 1e3:,.1f}", "", ""]
-    )
-    rows.append(["difference", *(cell for total in totals for cell in (f"{found.step_time / total - 1:+.1%}", "")), ""])
+    times = []
+    for compiles in (False, True):
+        changed = config.model_copy(update={"training": training.model_copy(update={"compile": compiles})})
+        times.append(forecast(changed, model_config, plan_pipeline(changed, model_config), hardware).step_time)
+    rows.append(["forecast by formulas, ms", *(cell for each in times for cell in (f"{each * 1e3:,.1f}", "")), ""])
+    differences = [each / total - 1 for each, total in zip(times, totals, strict=True)]
+    rows.append(["difference", *(cell for each in differences for cell in (f"{each:+.1%}", "")), ""])
     return text_table(rows, first_number=1)
 
 

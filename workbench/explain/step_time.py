@@ -2,17 +2,18 @@
 
 Computation. `Hardware` has the prices, of which benchmarks/roofline.py computes those of the operations that really
 run. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves tokens (n + k) + n k numbers. All other
-operations take the time to read and write their numbers. These are, per token of a layer in forward, with the symbols
-of `estimate`:
+operations take the time to read and write their numbers. These are, per token of a layer in forward and backward,
+eager, and compiled as counted in the kernels that torch.compile generates, with the symbols of `estimate`:
 
-    two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / tp
-    rotation of q and k                     2 (H d + K d) / tp
-    silu, and its product with up           (2 + 3) F / tp
+                                            eager                       compiled
+    two norms and two residual additions    10, 20 D                    9, 19 D; with sequence parallelism D / tp
+    rotation of q and k                     2, 4 (H d + K d) / tp       2, 2 (H d + K d) / tp
+    silu, and its product with up           5, 10 F / tp                3, 5 F / tp
 
-Backward multiplies and moves twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
+Backward multiplies twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
 FLOPs per token in forward and 2.5 times as many in backward (Dao 2023, arXiv:2307.08691). Without a fused kernel,
 products compute the scores of all pairs, which six operations read or write. The loss has three products (see
-`LinearCrossEntropy`) and passes eight times over the logits.
+`LinearCrossEntropy`) and passes eight times over the logits in float32, compiled four times in the model's dtype.
 
 Communication. A collective of n ranks takes n - 1 steps (an all-reduce twice as many) of one latency each, plus the
 time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the slowest link, see `Hardware.collective`.
@@ -108,9 +109,12 @@ class Clock:
     """
 
     def __init__(self, config: Config, model: "PreTrainedConfig", hardware: Hardware, kept: float = 0.0) -> None:
-        self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
+        self.config, self.model, self.layout = config, model, config.distributed
+        self.hardware = hardware.in_step(self.layout.world_size)
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
         self.tied_weights: bool = model.tie_word_embeddings
+        compiled = config.training.compile
+        self.compiled = not self.layout.use_cpu if compiled is None else compiled
         self.works: dict[tuple[int, bool, bool, str], Work] = {}
 
     def product(self, n: int, k: int) -> float:
@@ -186,7 +190,12 @@ class Clock:
         """The work of a layer by kind of action, without the sums of gradients in `main_grad`."""
         s, (forward, backward), (cp_forward, cp_backward) = self.s, self.attention, self.exposed_cp
         inputs = self.product(s.D, s.queries) + 2 * self.product(s.D, s.kv), 2 * self.product(s.D, s.F)
-        down, moved = self.product(s.F, s.D), self.move(10 * s.shard + 2 * (s.queries + s.kv) + 5 * s.F)
+        down = self.product(s.F, s.D)
+        read_or_written = ((9, 2, 3), (19, 2, 5)) if self.compiled else ((10, 2, 5), (20, 4, 10))
+        moved, moved_back = (
+            self.move(norms * s.shard + rotation * (s.queries + s.kv) + gate * s.F)
+            for norms, rotation, gate in read_or_written
+        )
         products = sum(inputs) + self.product(s.queries, s.D) + down
         # In backward, each block has a sum of gradients, and with sequence parallelism two gathers in addition.
         split = self.layout.sequence_parallel
@@ -196,8 +205,8 @@ class Clock:
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
         selective = self.config.training.activation_checkpointing == "selective"
         # Cheap results are computed again twice: for the products that read them, and for their own backward.
-        cheap = selective * 2 * self.move(4 * s.shard * s.pre_norm + 5 * s.F)
-        back = Work(products + 2 * moved + cheap + backward, 2 * gathers, cp_backward).plus(recomputed, again)
+        cheap = selective * self.move(s.F if self.compiled else 8 * s.shard * s.pre_norm + 10 * s.F)
+        back = Work(products + moved_back + cheap + backward, 2 * gathers, cp_backward).plus(recomputed, again)
         return {
             "F": self.launched(Work(products + moved + forward, self.units(4), cp_forward), 1),
             "B": self.launched(back.plus(Work(products, exposed)), 2 + again),
@@ -221,7 +230,7 @@ class Clock:
         s, work, split = self.s, Work().plus(self.layer[kind], len(stage.layers)), self.layout.sequence_parallel
         if stage.has_head and kind == "F":
             sums = self.hardware.move(2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide)
-            logits = self.move(8 * s.vocabulary, s.wide)
+            logits = self.move(4 * s.vocabulary) if self.compiled else self.move(8 * s.vocabulary, s.wide)
             work = work.plus(Work(3 * self.product(s.D, s.vocabulary) + logits + sums, split * self.units(1)))
         elif stage.has_head and kind != "W":
             scaled = self.hardware.move(s.vocabulary * s.D * (2 * s.wide + s.number))
@@ -239,9 +248,8 @@ class Clock:
         training = self.config.training
         states = 6 * s.wide + (s.wide + s.number if s.number < s.wide else 0)  # read and written by the update
         if training.optimizer_states != "float32":
-            compiled = not self.layout.use_cpu if training.compile is None else training.compile
             masters = 2 * s.wide + s.number if training.optimizer_states == "bfloat16_moments" else 0
-            states = 6 * s.number + masters + (0 if compiled else UNCOMPILED_STATES * s.wide)
+            states = 6 * s.number + masters + (0 if self.compiled else UNCOMPILED_STATES * s.wide)
         moved = owned * (4 * s.wide + states) + zeroed * s.wide
         return self.hardware.move(moved) + self.hardware.step(self.layout.world_size)
 
