@@ -26,9 +26,10 @@ time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the 
     pp                                  computations of other micro-batches; afab, 1f1b: nothing  `Costs.waits`
     all others                          nothing
 
-A pipeline takes as long as `simulate` finds. A GPU computes while Python starts operations, so a layer takes the longer
-of both times; on a CPU they add up. AdamW reads and writes master weights and two moments, and reads the gradients;
-clipping reads these twice and writes them, and zeroing writes them.
+On a CPU, the cores that compute also copy messages, so only pp hides any. A pipeline takes as long as `simulate` finds.
+A GPU computes while Python starts operations, so a layer takes the longer of both times; on a CPU they add up. AdamW
+reads and writes master weights and two moments, and reads the gradients; clipping reads these twice and writes them,
+and zeroing writes them.
 """
 
 import dataclasses
@@ -182,7 +183,7 @@ class Clock:
         if engine == "all_gather":
             return self.collective("cp", (n - 1) * kv), self.collective("cp", (n - 1) * (kv + dkv), 2)
         step, back, last = (self.collective("cp", sent, 1 / (n - 1)) for sent in (kv, kv + dkv, dkv))
-        forward, backward = (each / n for each in self.attention)
+        forward, backward = (each / n * (self.hardware.cores is None) for each in self.attention)
         return (n - 1) * max(0.0, step - forward), (n - 1) * max(0.0, back - backward) + last
 
     @cached_property
@@ -269,7 +270,7 @@ class Clock:
 
     def delay(self, messages: float, computation: float) -> float:
         """Seconds that messages add to a computation that runs at the same time, see `Hardware.contention`."""
-        hidden = min(messages, computation)
+        hidden = min(messages, computation) * (self.hardware.cores is None)
         return messages - hidden + self.hardware.contention * hidden
 
     def dp_messages(self, stage: Stage, earlier: Sequence[Stage] = ()) -> DpMessages:
@@ -305,7 +306,8 @@ class Clock:
             last = {part.stage: span for span in spans for part in span.action.parts}
             for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
                 messages = self.dp_messages(plan.stages[i], [plan.stages[other] for other in last if other < i])
-                done = max(max(done, start) + messages.reduction, end + messages.after)
+                begin = start if self.hardware.cores is None else end
+                done = max(max(done, begin) + messages.reduction, end + messages.after)
                 exposed += messages.exposed
             ends.append(max(done, timeline.step_time) + exposed)
         return max(ends) - timeline.step_time

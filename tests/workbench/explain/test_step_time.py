@@ -113,6 +113,8 @@ def test_messages_hide_behind_computation() -> None:
     alone = times(dataclasses.replace(ONLY_LINKS, link=0.03), wide, distributed__dp_size=4).seconds.dp
     assert alone - 0.7 * exposed.seconds.compute < exposed.seconds.dp < alone - 0.6 * exposed.seconds.compute
     assert times(both, wide, distributed__dp_size=4, distributed__dp_engine="naive").seconds.dp == pytest.approx(alone)
+    on_cores = dataclasses.replace(both, cores=4)
+    assert times(on_cores, wide, distributed__dp_size=4).seconds.dp == pytest.approx(alone)
     fast = dataclasses.replace(both, link=1.0)  # hidden, except for the last bucket
     assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
 
