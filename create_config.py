@@ -41,6 +41,7 @@ from picotron.files import read_object, write_atomically
 from picotron.run.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
 from picotron.run.model_config import load_model_config
 from picotron.run.run_folder import new_archive_folder
+from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, usable
 from workbench.explain.measure import find_hardware
 from workbench.sweep.combinations import (
@@ -244,6 +245,8 @@ def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, A
     if hardware.cores is None:
         overlap = "where another computation hides them, except over tp and in ZeRO-3"
         lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (workbench/explain/step_time.py).")
+        errors = dict.fromkeys(describe_errors(p.config, hardware, layout=False) for p in planned)
+        lines[1:1] = "\n".join(errors).splitlines()
     if taken:
         values = ", ".join(f"{key} {value}" for key, value in taken.items())
         lines.insert(0, f"From {TEMPLATE}, since there is no --config: {values}.")

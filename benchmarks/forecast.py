@@ -26,7 +26,7 @@ from picotron.config import Config
 from picotron.console import text_table
 from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
 from picotron.run.config_reader import parse_config
-from workbench.explain.forecast_errors import ERRORS, Errors, kinds_of
+from workbench.explain.forecast_errors import ERRORS, Errors, gpus, kinds_of
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.step_time import Clock, Forecast, forecast
 from workbench.pipelines.engine import plan_pipeline
@@ -87,6 +87,7 @@ def config_of(run: dict[str, Any], source: dict[str, Any], fused: bool, recomput
                 "micro_batch_size": run["micro_batch_size"],
                 "gradient_accumulation_steps": run["micro_batches"],
                 "activation_checkpointing": run.get("activation_checkpointing", recomputed),
+                "compile": run.get("compiled", source.get("compiled", True)),
             },
             "dataset": {"name": "published"},
         }
@@ -148,6 +149,7 @@ def rows(file: Path = RUNS) -> list[Row]:
             config = config_of(run, source, fused)
             measured = measured_seconds(run, config, model, source["hardware"])
             kinds = kinds_of(config) + ["parts"] * ("recomputed" in run)
+            kinds.append(gpus(source["hardware"], config.distributed.world_size))
             found.append(Row(source["title"], run, kinds, measured, estimate(run, source, model, fused)))
     return found
 
@@ -196,7 +198,7 @@ def comparable(found: list[Row]) -> list[Row]:
 
 def by_kind(found: list[Row]) -> dict[str, Errors]:
     """Return the errors of each kind of layout. A run counts for all of its kinds."""
-    kinds: dict[str, list[float]] = {kind: [] for kind in ERRORS}
+    kinds: dict[str, list[float]] = defaultdict(list, {kind: [] for kind in ERRORS})
     for row in comparable(found):
         for kind in row.kinds:
             kinds[kind].append(row.error)

@@ -263,7 +263,9 @@ def _times(times: Forecast, hardware: Hardware, config: Config) -> str:
     rows.append(["step", f"{times.step_time:.4g}", "100.0%"])
     mfu = "" if times.mfu is None else f", MFU {times.mfu:.1%}"
     rate = f"{times.rate} tokens/s{mfu} on {hardware.name}"
-    errors = f"\n{describe_errors(config)}" if hardware.cores is None else ""  # all published runs are of GPUs
+    errors = (
+        f"\n{describe_errors(config, hardware)}" if hardware.cores is None else ""
+    )  # all published runs are of GPUs
     return f"{text_table(rows, first_number=1)}\n{rate}{errors}"
 
 

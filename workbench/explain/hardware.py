@@ -22,6 +22,8 @@ from picotron.model.flops import PEAK_BF16_FLOPS
 # the buffers of NCCL and cuBLAS, and gaps between tensors.
 USABLE = 0.92
 
+PARTS = 16  # at most, into which a product divides each tile if the tiles are too few for all processors
+
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -62,6 +64,7 @@ class Hardware:
         step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
         contention: fraction of the time of messages over tp, and of ZeRO-3's, by which computations that hide them take
             longer, because both need the memory and the processors of the device.
+        pace: fraction of the rate of products in a step of several ranks, of which the slowest one sets the pace.
         cores: number of ranks that compute at the same time; null if every rank has a separate device. Then the device
             also computes while Python starts further operations, and while messages are on their way.
     """
@@ -87,7 +90,13 @@ class Hardware:
     step_launch: NonNegative = 0.008
     step_wait: NonNegative = 0.052
     contention: NonNegative = 0.4
+    pace: Positive = 1.0
     cores: Count | None = None
+
+    def in_step(self, ranks: int) -> "Hardware":
+        """Return the rates in a step of this number of ranks, see `pace`."""
+        pace = self.pace if ranks > 1 else 1.0
+        return dataclasses.replace(self, products={dtype: pace * rate for dtype, rate in self.products.items()})
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""
@@ -117,7 +126,9 @@ class Hardware:
         if self.processors is None:
             return 1.0
         tiles = -(-rows // 128) * -(-columns // 128)
-        return -(-tiles // self.processors) * self.processors * 128**2 / (rows * columns)
+        parts = PARTS if tiles < self.processors else 1
+        waves = min(-(-tiles * n // self.processors) / n for n in range(1, parts + 1))
+        return waves * self.processors * 128**2 / (rows * columns)
 
     def attend(self, dtype: str, flops: float, backward: bool = False) -> float:
         """Return the seconds of fused causal attention."""
@@ -151,8 +162,12 @@ class Hardware:
         return count * each + sent / rate
 
 
-# Fractions that are calibrated, see `gpu`: of a data sheet's bfloat16 FLOP/s, and of a network card's rate.
-REACHED = {"H100": 0.65, "H200": 0.65, "A100": 0.78}
+# Fractions of a data sheet's bfloat16 FLOP/s that torch's products of large random matrices reach on one GPU. H100 and
+# RTX 4090: zzc0721/torch-performance-test-data, issues 79 and 78, the largest size; L40S: database.md there, the best
+# size; A100: He 2024, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data". Most GPUs
+# slow down at their limit of power; a GeForce's clock is higher than in its data sheet. The H200 has an H100's chip.
+PRODUCTS_REACHED = {"H100": 0.73, "H200": 0.73, "A100": 0.83, "L40S": 0.74, "RTX 4090": 0.96}
+PACE = {"H100": 0.88, "H200": 0.88, "A100": 0.92}  # calibrated, see `gpu`, as is the fraction of a network card's rate
 NETWORK_REACHED = 0.60
 
 
@@ -162,7 +177,7 @@ def gpu(
 ) -> Hardware:  # fmt: skip
     """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
 
-    The fractions of products and of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
+    `pace`, the fraction of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
     they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
     calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
     `step_launch`, is an assumption, until a run of one GPU measures it. `contention` is calibrated with the runs of
@@ -183,18 +198,18 @@ def gpu(
         memory, link, network: peak bytes/s.
     """
     peak = PEAK_BF16_FLOPS[name]
-    reached = REACHED.get(name, REACHED["A100"])
     return Hardware(
         name=device,
         peak=peak,
         gib=gib,
-        products={"bfloat16": reached * peak, "float32": 0.75 * wide, "float64": 0.75 * double},
+        products={"bfloat16": PRODUCTS_REACHED[name] * peak, "float32": 0.75 * wide, "float64": 0.75 * double},
         attention=0.55,
         attention_backward=0.45,
         memory=0.85 * memory,
         link=0.78 * link,
         network=NETWORK_REACHED * network,
         processors=processors,
+        pace=PACE.get(name, 0.9),
     )
 
 

@@ -2,16 +2,18 @@
 
 Computation. `Hardware` has the prices. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves
 tokens (n + k) + n k numbers. All other operations take the time to read and write their numbers. These are, per token
-of a layer in forward, with the symbols of `estimate`:
+of a layer in forward and backward, eager, and compiled as counted in the kernels that torch.compile generates, with the
+symbols of `estimate`:
 
-    two norms and two residual additions    2 x 2 D + 2 x 3 D, with sequence parallelism D / tp
-    rotation of q and k                     2 (H d + K d) / tp
-    silu, and its product with up           (2 + 3) F / tp
+                                            eager                       compiled
+    two norms and two residual additions    10, 20 D                    9, 19 D; with sequence parallelism D / tp
+    rotation of q and k                     2, 4 (H d + K d) / tp       2, 2 (H d + K d) / tp
+    silu, and its product with up           5, 10 F / tp                3, 5 F / tp
 
-Backward multiplies and moves twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
+Backward multiplies twice as much, and adds each gradient to `main_grad`. Fused causal attention takes 2 T H d
 FLOPs per token in forward and 2.5 times as many in backward (Dao 2023, arXiv:2307.08691). Without a fused kernel,
 products compute the scores of all pairs, which six operations read or write. The loss has three products (see
-`LinearCrossEntropy`) and passes eight times over the logits.
+`LinearCrossEntropy`) and passes eight times over the logits in float32, compiled four times in the model's dtype.
 
 Communication. A collective of n ranks takes n - 1 steps (an all-reduce twice as many) of one latency each, plus the
 time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the slowest link, see `Hardware.collective`.
@@ -24,9 +26,10 @@ time of the bytes that a rank sends around a ring (Thakur et al. 2005) over the 
     pp                                  computations of other micro-batches; afab, 1f1b: nothing  `Costs.waits`
     all others                          nothing
 
-A pipeline takes as long as `simulate` finds. A GPU computes while Python starts operations, so a layer takes the longer
-of both times; on a CPU they add up. AdamW reads and writes master weights and two moments, and reads the gradients;
-clipping reads these twice and writes them, and zeroing writes them.
+On a CPU, the cores that compute also copy messages, so only pp hides any. A pipeline takes as long as `simulate` finds.
+A GPU computes while Python starts operations, so a layer takes the longer of both times; on a CPU they add up. AdamW
+reads and writes master weights and two moments, and reads the gradients; clipping reads these twice and writes them,
+and zeroing writes them.
 """
 
 import dataclasses
@@ -107,9 +110,12 @@ class Clock:
     """
 
     def __init__(self, config: Config, model: "PreTrainedConfig", hardware: Hardware, kept: float = 0.0) -> None:
-        self.config, self.model, self.hardware, self.layout = config, model, hardware, config.distributed
+        self.config, self.model, self.layout = config, model, config.distributed
+        self.hardware = hardware.in_step(self.layout.world_size)
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
         self.tied_weights: bool = model.tie_word_embeddings
+        compiled = config.training.compile
+        self.compiled = not self.layout.use_cpu if compiled is None else compiled
         self.works: dict[tuple[int, bool, bool, str], Work] = {}
 
     def product(self, n: int, k: int) -> float:
@@ -177,7 +183,7 @@ class Clock:
         if engine == "all_gather":
             return self.collective("cp", (n - 1) * kv), self.collective("cp", (n - 1) * (kv + dkv), 2)
         step, back, last = (self.collective("cp", sent, 1 / (n - 1)) for sent in (kv, kv + dkv, dkv))
-        forward, backward = (each / n for each in self.attention)
+        forward, backward = (each / n * (self.hardware.cores is None) for each in self.attention)
         return (n - 1) * max(0.0, step - forward), (n - 1) * max(0.0, back - backward) + last
 
     @cached_property
@@ -185,7 +191,12 @@ class Clock:
         """The work of a layer by kind of action, without the sums of gradients in `main_grad`."""
         s, (forward, backward), (cp_forward, cp_backward) = self.s, self.attention, self.exposed_cp
         inputs = self.product(s.D, s.queries) + 2 * self.product(s.D, s.kv), 2 * self.product(s.D, s.F)
-        down, moved = self.product(s.F, s.D), self.move(10 * s.shard + 2 * (s.queries + s.kv) + 5 * s.F)
+        down = self.product(s.F, s.D)
+        read_or_written = ((9, 2, 3), (19, 2, 5)) if self.compiled else ((10, 2, 5), (20, 4, 10))
+        moved, moved_back = (
+            self.move(norms * s.shard + rotation * (s.queries + s.kv) + gate * s.F)
+            for norms, rotation, gate in read_or_written
+        )
         products = sum(inputs) + self.product(s.queries, s.D) + down
         # In backward, each block has a sum of gradients, and with sequence parallelism two gathers in addition.
         split = self.layout.sequence_parallel
@@ -195,8 +206,8 @@ class Clock:
         recomputed = Work(products - down + moved + forward, self.units(2 + split), cp_forward)
         selective = self.config.training.activation_checkpointing == "selective"
         # Cheap results are computed again twice: for the products that read them, and for their own backward.
-        cheap = selective * 2 * self.move(4 * s.shard * s.pre_norm + 5 * s.F)
-        back = Work(products + 2 * moved + cheap + backward, 2 * gathers, cp_backward).plus(recomputed, again)
+        cheap = selective * self.move(s.F if self.compiled else 8 * s.shard * s.pre_norm + 10 * s.F)
+        back = Work(products + moved_back + cheap + backward, 2 * gathers, cp_backward).plus(recomputed, again)
         return {
             "F": self.launched(Work(products + moved + forward, self.units(4), cp_forward), 1),
             "B": self.launched(back.plus(Work(products, exposed)), 2 + again),
@@ -220,7 +231,7 @@ class Clock:
         s, work, split = self.s, Work().plus(self.layer[kind], len(stage.layers)), self.layout.sequence_parallel
         if stage.has_head and kind == "F":
             sums = self.hardware.move(2 * -(-s.tokens // loss_chunk(self.config, s)) * s.vocabulary * s.D * s.wide)
-            logits = self.move(8 * s.vocabulary, s.wide)
+            logits = self.move(4 * s.vocabulary) if self.compiled else self.move(8 * s.vocabulary, s.wide)
             work = work.plus(Work(3 * self.product(s.D, s.vocabulary) + logits + sums, split * self.units(1)))
         elif stage.has_head and kind != "W":
             scaled = self.hardware.move(s.vocabulary * s.D * (2 * s.wide + s.number))
@@ -238,9 +249,8 @@ class Clock:
         training = self.config.training
         states = 6 * s.wide + (s.wide + s.number if s.number < s.wide else 0)  # read and written by the update
         if training.optimizer_states != "float32":
-            compiled = not self.layout.use_cpu if training.compile is None else training.compile
             masters = 2 * s.wide + s.number if training.optimizer_states == "bfloat16_moments" else 0
-            states = 6 * s.number + masters + (0 if compiled else UNCOMPILED_STATES * s.wide)
+            states = 6 * s.number + masters + (0 if self.compiled else UNCOMPILED_STATES * s.wide)
         moved = owned * (4 * s.wide + states) + zeroed * s.wide
         return self.hardware.move(moved) + self.hardware.step(self.layout.world_size)
 
@@ -260,7 +270,7 @@ class Clock:
 
     def delay(self, messages: float, computation: float) -> float:
         """Seconds that messages add to a computation that runs at the same time, see `Hardware.contention`."""
-        hidden = min(messages, computation)
+        hidden = min(messages, computation) * (self.hardware.cores is None)
         return messages - hidden + self.hardware.contention * hidden
 
     def dp_messages(self, stage: Stage, earlier: Sequence[Stage] = ()) -> DpMessages:
@@ -296,7 +306,8 @@ class Clock:
             last = {part.stage: span for span in spans for part in span.action.parts}
             for i, (_, start, end) in sorted(last.items(), key=lambda item: item[1].end):
                 messages = self.dp_messages(plan.stages[i], [plan.stages[other] for other in last if other < i])
-                done = max(max(done, start) + messages.reduction, end + messages.after)
+                begin = start if self.hardware.cores is None else end
+                done = max(max(done, begin) + messages.reduction, end + messages.after)
                 exposed += messages.exposed
             ends.append(max(done, timeline.step_time) + exposed)
         return max(ends) - timeline.step_time

@@ -13,7 +13,7 @@ from conformance.training import layout_name
 from picotron.console import UserError
 from picotron.model.flops import model_cost
 from workbench.explain.explain import run_stages
-from workbench.explain.forecast_errors import ERRORS
+from workbench.explain.forecast_errors import ERRORS, describe_errors
 from workbench.explain.hardware import HARDWARE, Hardware, read_hardware
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import plan_pipeline
@@ -113,6 +113,8 @@ def test_messages_hide_behind_computation() -> None:
     alone = times(dataclasses.replace(ONLY_LINKS, link=0.03), wide, distributed__dp_size=4).seconds.dp
     assert alone - 0.7 * exposed.seconds.compute < exposed.seconds.dp < alone - 0.6 * exposed.seconds.compute
     assert times(both, wide, distributed__dp_size=4, distributed__dp_engine="naive").seconds.dp == pytest.approx(alone)
+    on_cores = dataclasses.replace(both, cores=4)
+    assert times(on_cores, wide, distributed__dp_size=4).seconds.dp == pytest.approx(alone)
     fast = dataclasses.replace(both, link=1.0)  # hidden, except for the last bucket
     assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
 
@@ -136,11 +138,11 @@ def test_only_some_steps_of_a_ring_cross_nodes() -> None:
 
 
 def test_a_narrow_product_leaves_processors_idle() -> None:
-    """100 processors compute 100 tiles of 128 x 128 numbers in one wave, and 101 in two."""
+    """100 processors compute 100 tiles of 128 x 128 numbers in one wave, and 101 in two; they divide 10 among them."""
     hardware = dataclasses.replace(ONLY_PRODUCTS, processors=100)
     assert hardware.waves(1280, 1280) == 1
     assert hardware.waves(128, 101 * 128) == pytest.approx(200 / 101)
-    assert hardware.waves(1, 128) == 100 * 128
+    assert hardware.waves(128, 10 * 128) == pytest.approx(1)
     assert ONLY_PRODUCTS.waves(128, 101 * 128) == 1
 
 
@@ -186,6 +188,22 @@ def test_a_dtype_without_a_rate_is_rejected() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- published runs
+
+
+@pytest.mark.parametrize(
+    ("device", "dp", "of_this_gpu", "kinds"),
+    [
+        ("H100", 1, True, {"H100, 1 GPU"}),
+        ("RTX4090", 16, False, {"RTX4090, 1 GPU", "RTX4090, 2 to 8 GPUs"}),
+        ("L40S", 1, False, {"H100, 1 GPU", "RTX4090, 1 GPU"}),
+    ],
+)
+def test_errors_of_a_gpu_are_its_own_or_those_of_the_nearest_ones(
+    device: str, dp: int, of_this_gpu: bool, kinds: set[str]
+) -> None:
+    text = describe_errors(make_config(distributed__dp_size=dp), HARDWARE[device], layout=False)
+    assert {kind for kind in ERRORS if f"({kind})" in text} == kinds
+    assert ("no published run" in text) is not of_this_gpu
 
 
 @pytest.mark.slow
