@@ -25,6 +25,7 @@ from conformance.reference import Reference, run_reference
 from conformance.result import Result, read_outcome
 from conformance.rounding import limits_of
 from conformance.trace import Trace
+from conformance.trace_precision import least_accurate, twin_of
 from conformance.trace_recorder import Record, Recorder
 
 EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
@@ -131,6 +132,8 @@ class Checker:
                 if row.verdict == EQUAL:
                     if self.trace and is_traceable(case):
                         (case.folder / "trace").mkdir()
+                        if case.dtype != "float64":
+                            self.start(twin_of(case), adapter)
                     self.start(case, adapter)
                     self.judge(case, row)
         self.compare_with_known(row)
@@ -207,7 +210,10 @@ class Checker:
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
                 row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
             if self.trace:
-                row.trace, row.wrong = self.traced(case, results, right[0], difference)
+                if is_traceable(case) or not row.trace:
+                    row.trace, row.wrong = self.traced(case, results, right[0], difference)
+                if case.dtype != "float64" and row.verdict == EQUAL and "less accurate" in row.trace:
+                    row.verdict, row.detail = DIFFERS, row.trace
 
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
@@ -242,7 +248,9 @@ class Checker:
         is compared proves nothing.
         """
         if not is_traceable(case):
-            return "not traced: only steps in float64 are", {}
+            return "not traced: float32 is not, nor are several steps in bfloat16", {}
+        if case.dtype != "float64":
+            return self.traced_narrow(case, right), {}
         try:
             trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
             text = trace.first_wrong(difference)
@@ -258,6 +266,16 @@ class Checker:
         names = ", ".join(sorted(trace.raw)[:3])
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}", {}
+
+    def traced_narrow(self, case: Case, right: Reference) -> str:
+        """Say which tensor of a narrow dtype is less accurate than it must be."""
+        twin = dataclasses.replace(case, dtype="float64", folder=case.folder / "exact")
+        try:
+            trace = Trace(twin, self.records_of(twin), right, [], getattr(self.adapter, "module_name", str))
+            text, count = least_accurate(trace, case.folder / "trace", case.torch_dtype)
+        except Exception as error:  # the trainer can have no float64
+            return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
+        return text or f"traced: {count} tensors are as accurate as {case.dtype} can be"
 
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible."""
@@ -283,4 +301,6 @@ class Checker:
 
 
 def is_traceable(case: Case) -> bool:
-    return case.dtype == "float64" and len(case.steps) > 0
+    """Whether a case can be traced: steps in float64, or one step in a dtype that is narrower than float32."""
+    is_narrow = case.torch_dtype != case.weight_dtype
+    return len(case.steps) == 1 if is_narrow else case.dtype == "float64" and len(case.steps) > 0

@@ -50,23 +50,24 @@ def train(
     device = next(iter(parameters.values())).device
     optimizer = adamw(parameters.values(), case)
 
-    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss and the logits."""
+    def forward(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the logits, and the tensor of which it is a function: with errors, not that of the graph."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, autocast, enabled=autocast is not None), rounding or contextlib.nullcontext():
             logits = logits_of(model, batch)
+        own = logits if rounding is None else logits.detach().requires_grad_()
         weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
-        return (token_losses(logits, batch["target_ids"], case.loss) * weights).sum() / weights.sum(), logits
+        return (token_losses(own, batch["target_ids"], case.loss) * weights).sum() / weights.sum(), logits, own
 
     for step in range(case.last_step):
         for group in optimizer.param_groups:
             group["lr"] = case.learning_rates[step]
         optimizer.zero_grad()
-        loss, logits = forward(batch_of(step))
+        loss, logits, own = forward(batch_of(step))
         if rounding is None:
             loss.backward()
         else:  # the loss is computed in float32
-            (gradient,) = torch.autograd.grad(loss, logits)
+            (gradient,) = torch.autograd.grad(loss, own)
             with rounding:
                 logits.backward(gradient * 1)
         if step >= case.first_step:

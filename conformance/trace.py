@@ -83,6 +83,7 @@ class Local:
         value: the activation of which it is the gradient.
         is_right: None: nothing says with which numbers to compare it.
         ranks: the ranks of whose tensors only the sum is right.
+        index, length, kept: its record, the number of that tensor's rows, and which of them x has.
     """
 
     rank: int
@@ -97,6 +98,9 @@ class Local:
     value: "Local | None" = None
     is_right: bool | None = None
     ranks: tuple[int, ...] = ()
+    index: int = -1
+    length: int = 1
+    kept: Any = None
 
 
 class Trace:
@@ -132,7 +136,9 @@ class Trace:
         self.modules, self.raw, self.reason, self.first = set[str](), set[str](), "", dict[str, Any]()
         self.factors = dict[tuple[int, Phase, int], float]()  # of gradients, by step, phase and rank
         self.places = dict[tuple[int, str, str], tuple[Tensor, Tensor]]()  # rows and columns of each rank's weights
-        self.read_reference([each for each in records if each.step >= case.first_step])
+        records = [each for each in records if each.step >= case.first_step]
+        self.modules = {each.name for each in records if each.kind == "output"}
+        self.right |= self.tensors_of(records)
         self.read_ranks()
         for rank, result in enumerate(results):
             for step, found, right in zip(case.steps, result.gradients, reference.gradients, strict=False):
@@ -151,22 +157,23 @@ class Trace:
             return record.step, Phase.LOAD, name, record.kind
         return record.step - 1, Phase.UPDATE, name, record.kind
 
-    def read_reference(self, records: list[Record]) -> None:
-        first = dict[int, int]()
-        self.modules = {each.name for each in records if each.kind == "output"}
+    def tensors_of(self, records: list[Record]) -> dict[Key, Right]:
+        """Return the tensors of a run of the reference."""
+        first, found = dict[int, int](), dict[Key, Right]()
         matrices = {each.name for each in records if each.kind == "weight" and each.values.x.ndim == 2}
         made = {each.name: i for i, each in enumerate(records) if each.kind == "output"}
         for i, each in enumerate(records):
             key, x, n = self.key_of(each, each.name), each.values.x, first.setdefault(id(each.values), i)
             if key[1] != Phase.FORWARD:
                 i = -made.get(each.name, 0) if key[1] == Phase.CLIP else i
-                self.right[key] = Right(as_matrix(x), i, i)
+                found[key] = Right(as_matrix(x), i, i)
             elif (flat := self.in_order(x, each.step)) is not None:
                 kinds = each.kind == "input" and each.name in matrices, len(x) == 1 < self.shape[0]
-                self.right[key] = Right(flat, i, n, *kinds)
+                found[key] = Right(flat, i, n, *kinds)
                 # A gradient is complete after all uses of its tensor: it comes where the tensor was made.
                 if each.values.grad is not None and (flat := self.in_order(each.values.grad, each.step)) is not None:
-                    self.right[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -n * len(records) - i, -n, *kinds)
+                    found[each.step, Phase.BACKWARD, *key[2:]] = Right(flat, -n * len(records) - i, -n, *kinds)
+        return found
 
     def in_order(self, x: Tensor, step: int) -> Tensor | None:
         """Bring an activation of the reference (rows, tokens, ...) into the order of the batch: (tokens, columns)."""
@@ -258,12 +265,14 @@ class Trace:
             rows = None if rows is None else rows[kept]
             x = x.reshape(lead.numel(), -1)[kept]
             x = x[:, ~x.isneginf().all(0)]  # without the logits of a vocabulary's padding
-            value = Local(rank, key, label, x, right.x, rows, None, record.call, record.again)
+            place: Any = {"call": record.call, "again": record.again, "index": record.index}
+            place |= {"length": lead.numel(), "kept": kept}
+            value = Local(rank, key, label, x, right.x, rows, **place)
             self.add(value)
             key = (key[0], Phase.BACKWARD, *key[2:])
             if grad is not None and grad.shape == record.values.x.shape and key in self.right:
                 x, right = grad.reshape(lead.numel(), -1)[kept][:, : x.size(1)], self.right[key]
-                self.add(Local(rank, key, label, x, right.x, rows, None, record.call, record.again, value))
+                self.add(Local(rank, key, label, x, right.x, rows, value=value, **place))
 
     def add(self, each: Local) -> None:
         self.at.setdefault(each.key, []).append(each)

@@ -36,6 +36,7 @@ class Record:
     Args:
         step: the step, from 0: that of the last batch that was asked for.
         epoch: how often the weights had changed before.
+        index: its place among the records.
         call: number of the outermost call of a module, within which it was recorded.
         name: the trainer's name of the module.
         kind: `input`, `output`; `weight`, `bias` before the step; or `clipped weight`, `clipped bias` for the gradient
@@ -50,6 +51,7 @@ class Record:
     values: Values
     again: bool
     epoch: int = 0
+    index: int = 0
 
 
 class Recorder:
@@ -171,7 +173,7 @@ class Recorder:
 
     def add(self, name: str, kind: str, values: Values) -> None:
         again = torch._C._current_graph_task_id() != -1
-        self.records.append(Record(self.step, self.call, name, kind, values, again, self.epoch))
+        self.records.append(Record(self.step, self.call, name, kind, values, again, self.epoch, len(self.records)))
 
 
 def add_gradient(values: Values, gradient: Tensor) -> None:

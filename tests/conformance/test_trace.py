@@ -15,6 +15,7 @@ from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 Check = Callable[..., Row]
+FSDP = "conformance/adapters/torch_fsdp.py"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_nothing_is_wrong_where_all_is_equal(
 @pytest.mark.parametrize(
     ("chapter", "old", "new", "reason"),
     [
-        ("float32", "", "", "only steps in float64 are"),
+        ("float32", "", "", "float32 is not"),
         (
             "step",
             "    optimizer = adamw",
@@ -131,6 +132,23 @@ def test_what_is_not_compared_is_not_called_equal(chapter: str, old: str, new: s
     row = check(DDP, chapter, "dp2", old, new)
     assert row.verdict == "equal"
     assert row.trace.startswith(f"not traced: {reason}"), row.trace
+
+
+NORM = """
+def forward(norm, x):  # statistics in bfloat16 where x is
+    return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+__import__("conformance.models").models.ExactNorm.forward = forward
+
+
+def run("""
+
+
+@pytest.mark.processes
+def test_a_tensor_that_is_less_accurate_than_bfloat16_is_named(check: Check) -> None:
+    assert re.match(r"traced: [1-9]\d+ tensors are as accurate", check(FSDP, "mixed", "dp2").trace)
+    row = check(FSDP, "mixed", "dp2", "\n\ndef run(", NORM)
+    assert row.verdict == "differs"
+    assert "step 1: model.layers.0.input_layernorm output on ranks 0, 1 is less accurate than it must be" in row.trace
 
 
 def test_tokens_with_the_same_numbers_are_told_apart_by_their_neighbours() -> None:

@@ -124,8 +124,9 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
     results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer)
-    # In the background, the error is raised in the next step, long before the next checkpoint is due.
-    assert results == [(results[0][0], 2 if in_background else 1)] * 4
+    # In the background, the error is raised in one of the next steps, long before the next checkpoint is due.
+    assert results == [results[0]] * 4
+    assert results[0][1] in range(2, 6) if in_background else results[0][1] == 1
     assert f"{tmp_path}/step_00000006 cannot be written: No space left on device" in results[0][0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
     assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
