@@ -82,6 +82,8 @@ CORNERS: dict[str, Case] = {
             "frozen": [2],
         }
     },
+    "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
+    "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "optimizer of the inner module, zero1": program_of(
         BACKWARD, STEP, ZERO, BACKWARD, optimizer="module", engine="zero1"
     ),
