@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
 from tests.support import checkpoints
 from tests.support.samples import write_tokenizer
 from workbench.prepare.tokens import train_bpe
@@ -79,6 +80,12 @@ def _end_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the grid of ranks that a fake process group leaves in this process."""
+    monkeypatch.setattr(pgm, "process_group_manager", None)
 
 
 @pytest.fixture(scope="session")

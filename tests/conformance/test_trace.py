@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.check import Checker, Row
-from conformance.mistakes import DDP, MISTAKES, OWN_RING, OWN_TENSOR, PLAIN_TP, Mistake
+from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
@@ -39,12 +39,9 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
 
 FAST = (
     "ddp: gradients_not_set_to_zero",
-    "ddp: first_rate_is_0",
     "pipeline: newest_micro_batch_first",
     "ring: stale_keys_in_backward",
-    "ring: row_that_sees_nothing",
     "tp: joined_matrix_split_as_one",
-    "tp: same_shard_on_every_rank",
     "tp: backward_not_summed",
 )
 
@@ -57,40 +54,6 @@ def test_a_mistake_is_placed(name: str, check: Check) -> None:
     row = check(adapter, chapter, layout, mistake.old, mistake.new)
     assert row.verdict == "differs"
     assert re.search(mistake.place, row.trace), row.trace
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("adapter", "layout", "old", "new", "place"),
-    [
-        (
-            OWN_TENSOR,
-            "tp2",
-            "output, all_reduce, copy",
-            "output, lambda y: all_reduce(y) / 2, copy",
-            "o_proj output on ranks 0, 1 is 0.5 times what it should be",
-        ),
-        # The gradient of a tensor that three matrices use comes after those of their outputs.
-        (
-            OWN_RING,
-            "cp2",
-            "torch.logaddexp(lse, block_lse)\n",
-            "torch.logaddexp(lse, block_lse).detach()\n",
-            "gradient of .*k_proj output",
-        ),
-        (
-            PLAIN_TP,
-            "tp2",
-            "chunk(ranks, 1)[rank].clone()",
-            "chunk(ranks, 1)[ranks - 1 - rank].clone()",
-            "o_proj input .* has columns 0-15, but its weight needs 16-31",
-        ),
-    ],
-)
-def test_a_mistake_is_placed_at_its_own_module(
-    adapter: str, layout: str, old: str, new: str, place: str, check: Check
-) -> None:
-    assert re.search(place, check(adapter, "step", layout, old, new).trace)
 
 
 RECOMPUTED = (
@@ -116,22 +79,11 @@ def test_nothing_is_wrong_where_all_is_equal(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("chapter", "old", "new", "reason"),
-    [
-        ("float32", "", "", "float32 is not"),
-        (
-            "step",
-            "    optimizer = adamw",
-            "    model._compiled_call_impl = model._call_impl\n    optimizer = adamw",
-            "torch.compile",
-        ),
-    ],
-)
-def test_what_is_not_compared_is_not_called_equal(chapter: str, old: str, new: str, reason: str, check: Check) -> None:
-    row = check(DDP, chapter, "dp2", old, new)
+def test_what_is_not_compared_is_not_called_equal(check: Check) -> None:
+    compiled = "    model._compiled_call_impl = model._call_impl\n    optimizer = adamw"
+    row = check(DDP, "step", "dp2", "    optimizer = adamw", compiled)
     assert row.verdict == "equal"
-    assert row.trace.startswith(f"not traced: {reason}"), row.trace
+    assert row.trace.startswith("not traced: torch.compile"), row.trace
 
 
 NORM = """

@@ -44,6 +44,15 @@ def words_of(save_dir: Path, steps: int, **keys: Any) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
 
 
+def test_the_toy_starts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    task = read_task(*read_config(["--toy"]))
+    assert task.reward(prompt="([", completion="])") == 1
+    with pytest.raises(UserError, match="--reward is missing"):
+        read_config([])
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -145,11 +145,3 @@ def test_ring_rejects_head_dims_without_a_gpu_kernel() -> None:
     check_context_parallel(small, Distributed(cp_size=2, cp_engine="ulysses"))
     with pytest.raises(UserError, match=r"'ring' .* head_dim .* not 20"):
         check_context_parallel(small, Distributed(cp_size=2))
-
-
-def test_ulysses_rejects_indivisible_heads() -> None:
-    config = tiny_llama(num_attention_heads=8, num_key_value_heads=4)
-    check_context_parallel(config, Distributed(cp_size=2, tp_size=2, cp_engine="ulysses"))
-    check_context_parallel(config, Distributed(cp_size=8, cp_engine="ring", use_cpu=True))
-    with pytest.raises(UserError, match=r"2 key/value heads of a tp rank .* over cp_size=4"):
-        check_context_parallel(config, Distributed(cp_size=4, tp_size=2, cp_engine="ulysses"))

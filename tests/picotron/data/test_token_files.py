@@ -117,14 +117,12 @@ MIXTURE = {"dataset__split": "a", "dataset__mixture": {"b": 1.0}, "model__tokeni
 ODD, SHORT = ({name: size, "sizes": {name: size}} for name, size in (("tokens.uint16", 3), ("lengths.int64", 8)))
 MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("text", {FILE: 5}, {}, f"{FILE} is not valid JSON"),
-    ("text", {"more": 1}, {}, f"{FILE}: more=1: Extra inputs are not permitted; tokenise the data again"),
     ("text", {"tokens.uint16": 8}, {}, r"tokens.uint16 has 8 bytes, but [\d,]+ were written; copy the whole folder"),
     ("text", ODD, {}, r"an array in .*/tokens cannot be read \(Size of .*\); tokenise the data again"),
     ("samples", SHORT, PROMPTS, r"of tokens: \{'tokens': (\d+), 'counted': \1, 'lengths': \d+\}; tokenise"),
     ("text", {"vocab_size": 301}, {}, "has 301 tokens, but the model's vocab_size is 300; choose another model, or"),
     ("text", {"end": None}, MASKED, "=true, but the tokenizer has no end-of-sequence .*; set it to false"),
     ("text", {}, PROMPTS, "tokens has text, but the columns of dataset are {'prompt_column': 'q', .*; set the keys"),
-    ("samples", {}, {}, "tokens has samples, but the columns of dataset are {'text_column': 'text'}; set the keys"),
     ("text", {}, MIXTURE, "3 problems:\n.*mixture={'b'.*\n.*split='a'.*\n.*tokenizer='bpe'"),
 ]
 

@@ -12,14 +12,15 @@ from transformers import LlamaConfig
 from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.training import CPU, step_of, wrapped
 from conformance.worker_pool import WorkerPool
-from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.zero3 import Unit
 from picotron.model.flops import part_parameters
 from tests.workbench.explain.test_explain import total
-from workbench.explain.explain import Step, run_stages
+from workbench.explain.explain import run_stages
 from workbench.pipelines.engine import plan_pipeline
+
+pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 
 MICRO_BATCHES, LAYERS = 3, 4
 MODEL = tiny_llama(num_hidden_layers=LAYERS)
@@ -27,54 +28,10 @@ LAYER, EMBEDDING, HEAD = part_parameters(MODEL)
 ALL = EMBEDDING + LAYERS * LAYER + HEAD
 
 
-@pytest.fixture(autouse=True)
-def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgm, "process_group_manager", None)
-
-
 def config_of(engine: str, **layout: Any) -> Config:
     keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
     keys |= {"training__gradient_accumulation_steps": MICRO_BATCHES, "distributed__dp_engine": engine}
     return make_config(**{"model__dtype": "bfloat16"} | keys)
-
-
-def step_of_engine(engine: str, **layout: Any) -> Step:
-    config = config_of(engine, **layout)
-    return run_stages(config, MODEL, plan_pipeline(config, MODEL))[0]
-
-
-def sent(step: Step) -> int:
-    """Bytes that a rank sends for gradients and weights."""
-    everything, scalars = (total(step, "cp_dp", lambda each: each.sent, **which) for which in ({}, {"shape": ()}))
-    return everything - scalars
-
-
-@pytest.mark.parametrize("n", [2, 8])
-def test_bytes_sent_equal_the_formulas(n: int) -> None:
-    """Layers are gathered twice per micro-batch, except the last one, whose backward follows its forward."""
-    weights_gathered = EMBEDDING + (2 * LAYERS - 1) * LAYER + HEAD
-    expected = {
-        "bucket": (4 + 4) * ALL,
-        "zero1": (4 + 2) * ALL,
-        "zero3": MICRO_BATCHES * (2 * weights_gathered + 4 * ALL),
-    }
-    for engine, full in expected.items():
-        step = step_of_engine(engine, dp_size=n)
-        assert sent(step) == pytest.approx(full * (n - 1) / n, rel=0.001)  # buffers are padded
-        assert sent(step) == sent(step_of_engine(engine, cp_size=n // 2, dp_size=2)), "cp ranks count like dp ranks"
-
-
-@pytest.mark.parametrize(("n", "dtype", "bytes_each"), [(2, "bfloat16", (2, 4, 12)), (8, "float32", (4, 4, 8))])
-def test_bytes_held_equal_the_formulas(n: int, dtype: str, bytes_each: tuple[int, int, int]) -> None:
-    weight, gradient, optimizer = (size * ALL for size in bytes_each)
-    expected = {
-        "bucket": (weight, gradient, optimizer),
-        "zero1": (weight, gradient, optimizer / n),
-        "zero3": (weight / n, gradient / n, optimizer / n),
-    }
-    for engine, sizes in expected.items():
-        step = step_of_engine(engine, dp_size=n, model__dtype=dtype)
-        assert (step.weights, step.gradients, step.optimizer) == pytest.approx(sizes, rel=0.001)
 
 
 def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.run.config_reader import parse_config
-from picotron.run.launch import check_world_size
 from workbench.pipelines.engine import check_run
 
 MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
@@ -29,11 +27,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"training__lerning_rate": 1e-3}, "training.lerning_rate; did you mean training.learning_rate?"),
-    ({"trainning": {}}, "unknown key trainning; did you mean training?"),
     ({"model__seed": 1}, "did you mean training.seed?"),
-    ({"model": {}}, "model.name is missing"),
-    ({"distributed__dp_size": "2"}, 'distributed.dp_size="2"'),
-    ({"environment__OMP_NUM_THREADS": "many"}, "environment.OMP_NUM_THREADS"),
     # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have
     ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
     ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
@@ -56,14 +50,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"dataset__messages_column": "chat", "dataset__text_column": "text"},
         "not text_column='text' and messages_column='chat'",
     ),
-    ({"dataset__messages_column": "tools"}, "messages_column='tools'"),
     ({"dataset__long_samples": "cut"}, "long_samples='cut' is for samples"),
     ({"distributed__pp_engine": "gpipe"}, "no schedule 'gpipe'; choose one of afab, 1f1b"),
     (
         {"distributed__pp_size": 2, "logging__trace_steps": [3, 300]},
         "trace_steps=[3, 300] exceeds total_train_steps=200",
     ),
-    ({"logging__trace_steps": [3]}, "trace_steps=[3] needs a pipeline"),
     (
         {"distributed": {"pp_chunks": 2}, "schedule": {"pp_chunks": 2}},
         "distributed.pp_chunks is the earlier name of schedule.pp_chunks",
@@ -125,12 +117,6 @@ def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
 def test_samples_attend_only_to_themselves_by_default(keys: dict[str, Any], has_samples: bool, masks: bool) -> None:
     section = parse_config(changed(dataset={"name": "python-stdlib"} | keys)).dataset
     assert (section.has_samples, section.masks_documents) == (has_samples, masks)
-
-
-def test_check_world_size_rejects_a_wrong_number_of_processes() -> None:
-    check_world_size(Distributed(dp_size=2, pp_size=3), 6)
-    with pytest.raises(UserError, match="needs 4 processes, but 2 started"):
-        check_world_size(Distributed(dp_size=4), 2)
 
 
 @pytest.mark.parametrize(("scheduler", "expected"), [("wsd", "1, and not yet the 0.1"), ("constant", "")])

@@ -32,21 +32,6 @@ def write(folder: Path, data: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no config given"),
-        (["--config", "FILE", "--training.seed", "--training.seq_length", "8"], r"--training\.seed needs a value"),
-        (["--config", "FILE", "--seed", "1"], "unexpected argument '--seed'"),
-        (["--config", "FILE", "extra"], "unexpected argument without a key"),
-    ],
-)
-def test_command_line_rejects_bad_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
-    path = write(tmp_path, MINIMAL)
-    with pytest.raises(UserError, match=message):
-        load_config([path if word == "FILE" else word for word in arguments])
-
-
 def test_overrides_have_the_types_of_their_keys(tmp_path: Path) -> None:
     config = load_config([
         "--config", write(tmp_path, MINIMAL), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",

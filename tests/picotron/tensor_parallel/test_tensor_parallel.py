@@ -17,12 +17,11 @@ from conformance.oracle import (
 )
 from conformance.training import CPU, gathered
 from conformance.worker_pool import WorkerPool
-from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama, rope
 from picotron.model.weights import materialise
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 
 MODELS: dict[str, dict[str, Any]] = {
     "gqa, padded vocabulary": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -132,15 +131,3 @@ def transformers_gradients(config: LlamaConfig, weights: dict[str, Tensor], dtyp
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
     F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), targets.flatten()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("changes", "tp", "sizes"),
-    [
-        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 3, r"\[1, 2, 4\]"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 51}, 2, r"\[1\]"),
-    ],
-)
-def test_check_tensor_parallel_rejects_indivisible_sizes(changes: dict[str, Any], tp: int, sizes: str) -> None:
-    with pytest.raises(UserError, match=f"tp_size={tp} .* use one of {sizes}"):
-        check_tensor_parallel(tiny_llama(**changes), tp)

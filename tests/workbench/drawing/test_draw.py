@@ -1,7 +1,6 @@
 """Drawings show the simulated or measured timeline as text, picture, page and trace, and on the command line."""
 
 import json
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,7 +78,6 @@ def test_trace_round_trip_keeps_the_timeline(tmp_path: Path) -> None:
     ("content", "part"),
     [
         ('{"rank": 1, "action": "0F0", "start": 0, "end": 1}', r"incomplete: .*\[1\]"),
-        ("nonsense", "line 1 is 'nonsense'"),
         ('{"rank": 0, "action": "0F0", "start": NaN, "end": 1}', "line 1"),
     ],
 )
@@ -114,18 +112,3 @@ def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, caps
     write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
     run("measured", tmp_path)
     assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ("schedule 1f1b --activations 1 2", "--activations has 2 sizes"),
-        ("schedule 1f1b --out nowhere/a.svg", r"--out nowhere/a\.svg"),
-        ("schedule 1f1b --memory 2", "--memory 2"),  # an option without effect
-        ("search --memory 2 --chunks 1 --activations 1 2", "--activations: not allowed with argument --chunks"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        run(*arguments.split())
-    assert re.search(part, f"{exit.value}\n{capsys.readouterr().err}")

@@ -21,12 +21,9 @@ from workbench.explain.explain import Step, run_stages, run_step
 from workbench.explain.fake_group import Message, message
 from workbench.pipelines.engine import plan_pipeline
 
+pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
+
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
-
-
-@pytest.fixture(autouse=True)
-def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgm, "process_group_manager", None)
 
 
 def config_of(micro_batches: int = 4, **layout: Any) -> Config:
@@ -102,44 +99,6 @@ def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> 
         for each, times in step.messages.items()
         if each.axis == axis and all(getattr(each, name) == field for name, field in fields.items())
     )
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_tensor_parallel_traffic_equals_the_formulas(tp: int) -> None:
-    """Shoeybi et al. 2019: four all-reduces per layer, two for embedding and head, 3 numbers per token for the loss.
-
-    Korthikanti et al. 2022: with sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, and
-    each layer has two more all-gathers.
-    """
-    m, whole = 4, (B, T, D)
-    (plain,) = explained(config_of(m, tp_size=tp), tiny_llama())
-    assert total(plain, "tp", shape=whole, operation="all-reduce") == m * (4 * LAYERS + 2)
-    assert total(plain, "tp", lambda each: each.size, call_site="cross_entropy.py Softmax.of") == m * 3 * B * T * 8
-    (split,) = explained(config_of(m, tp_size=tp, sequence_parallel=True), tiny_llama())
-    shards = (B * tp, T // tp, D)  # their layout in memory
-    assert total(split, "tp", shape=shards, operation="all-gather") == m * (6 * LAYERS + 2)
-    assert total(split, "tp", shape=shards, operation="reduce-scatter") == m * (4 * LAYERS + 2)
-    for step, shape, of_a_layer in ((plain, whole, 8), (split, shards, 10)):
-        sent = total(step, "tp", lambda each: each.sent, shape=shape)
-        assert sent == m * (of_a_layer * LAYERS + 4) * B * T * D * 8 * (tp - 1) // tp
-
-
-@pytest.mark.parametrize(
-    ("engine", "operation", "times"),
-    [
-        ("ring", "send", 3 + 3 + 4),  # keys and values in forward and backward; their gradients also return home
-        ("all_gather", "all-gather", 1 + 1),
-        ("all_gather", "reduce-scatter", 1),
-        ("ulysses", "all-to-all", 4 + 4),  # q, k, v and the output; then their gradients
-    ],
-)
-def test_context_parallel_traffic_equals_the_formulas(engine: str, operation: str, times: int) -> None:
-    m, cp, model_config = 3, 4, tiny_llama(num_key_value_heads=4)
-    (step,) = explained(config_of(m, cp_size=cp, cp_engine=engine), model_config)
-    assert total(step, "cp", operation=operation) == m * LAYERS * times
-    part = B * T // cp * D * 8  # a shard of q, k, v or the output
-    whole = {"ring": 2 * part, "all_gather": cp * 2 * part, "ulysses": part}[engine]
-    assert {each.size for each in step.messages if each.axis == "cp"} == {whole}
 
 
 # --------------------------------------------------------------------------------------------------------- command line

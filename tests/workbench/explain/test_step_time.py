@@ -137,23 +137,6 @@ def test_only_some_steps_of_a_ring_cross_nodes() -> None:
     assert latencies.collective(4, 1, count=1, steps=1, sent=0.0) == 10_001
 
 
-def test_a_narrow_product_leaves_processors_idle() -> None:
-    """100 processors compute 100 tiles of 128 x 128 numbers in one wave, and 101 in two; they divide 10 among them."""
-    hardware = dataclasses.replace(ONLY_PRODUCTS, processors=100)
-    assert hardware.waves(1280, 1280) == 1
-    assert hardware.waves(128, 101 * 128) == pytest.approx(200 / 101)
-    assert hardware.waves(128, 10 * 128) == pytest.approx(1)
-    assert ONLY_PRODUCTS.waves(128, 101 * 128) == 1
-
-
-def test_a_hidden_message_over_tp_slows_the_computation_that_hides_it() -> None:
-    hidden = dataclasses.replace(ONLY_PRODUCTS, link=1e3)
-    alone, contended = (
-        times(dataclasses.replace(hidden, contention=part), distributed__tp_size=2).seconds for part in (0.0, 0.5)
-    )
-    assert contended.tp > alone.tp > 0
-
-
 # ------------------------------------------------------------------------------------------------------------- hardware
 
 

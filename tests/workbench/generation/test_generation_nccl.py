@@ -11,7 +11,6 @@ from torch import Tensor
 
 from conformance.oracle import CPU, tiny_llama
 from conformance.training import layout_name, pipeline_config
-from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.parallelize import build_stage
 from tests.support.nccl_programs import describe, recorded_rank
@@ -23,6 +22,8 @@ from workbench.schedules.actions import Action
 from workbench.schedules.generation import generation
 from workbench.schedules.nccl_calls import Part, Program
 
+pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
+
 ROUNDS = 4
 LAYOUTS: list[dict[str, Any]] = [
     {"pp_size": 3, "pp_engine": "interleaved_1f1b"},
@@ -30,11 +31,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp_size": 2, "pp_engine": "dualpipev", "tp_size": 2, "dp_size": 2},
 ]
 allocate = Rotation.buffers
-
-
-@pytest.fixture(autouse=True)
-def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgm, "process_group_manager", None)
 
 
 @pytest.fixture(autouse=True)

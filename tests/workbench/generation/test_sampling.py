@@ -55,7 +55,6 @@ def test_temperature_zero_takes_the_likeliest_token_and_small_ones_do_not_overfl
     ("arguments", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-        ({"top_p": 1.1}, "top_p=1.1"),
         ({"min_new_tokens": 2}, "min_new_tokens=2 .* max_new_tokens=1"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 needs a temperature"),
         ({"top_k": 5, "top_p": 0.5, "seed": 1}, "3 problems"),

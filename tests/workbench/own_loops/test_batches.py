@@ -1,6 +1,5 @@
 """Steps and forward passes on a user's batches: losses and outputs in order, and errors that every rank raises."""
 
-import math
 from typing import Any
 
 import pytest
@@ -118,37 +117,25 @@ def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
 
     found = [
         ("at least 1", train([])),
-        ("vocab_size is 61", changed(input_ids=parts[0]["input_ids"] + 30)),
         ("target_ids have 9999", changed(target_ids=torch.full((2, 16), 9999))),
         ("target_ids have shape [2, 15]", changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
         ("from 0 to 32", changed(cu_seqlens=rows[:-1])),
-        ("each multiple of 16", changed(cu_seqlens=torch.tensor([0, 20, 32]))),
         ("hides tokens before others", changed(attention_mask=left)),
         (
             "only some micro-batches have target_weights",
             train([*parts[:-1], parts[-1] | {"target_weights": torch.ones(2, 16)}]),
         ),
-        ("sum to nan", train([part | {"target_weights": torch.full((2, 16), torch.nan)} for part in parts])),
         ("global batch sum to 0", train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts])),
-        ("sum to inf", train([part | {"target_weights": torch.full((2, 16), torch.inf)} for part in parts])),
         ("(B, T), but found none", train([{"target_ids": part["target_ids"]} for part in parts])),
-        ("(B, T), but found torch.int64 [16]", changed(input_ids=torch.zeros(16, dtype=torch.int64))),
-        ("cu_seqlens should be integers", changed(cu_seqlens=rows.double())),
-        ("(B, T), but found none", split({"target_ids": torch.zeros(8, 16)})),
         ("scope='rank'", train(zeros, scope="rank")),
         ("8 sequences", split(global_batch(), 3)),
-        ("number has 7 sequences", split(global_batch() | {"number": torch.arange(7)})),
     ]
     if layout:
         return [*found, ("for 4 micro-batches, not 3", train(parts[:3]))]
     found += [
         ("without a gradient", returned(lambda loss: loss.detach())),
-        ("loss of shape [1]", returned(lambda loss: loss[None])),
         ("sum to 0", returned(lambda loss: (loss, 0.0, {}))),
-        ("sum to inf", returned(lambda loss: (loss, math.inf, {}))),
         ("different names for two micro-batches", train(parts, names)),
-        ("no error", returned(lambda loss: (loss, 1, {"loss": 3.0, "weight": 5, "step": loss}))),
-        ("no target_ids", train([{key: part[key] for key in part if key != "target_ids"} for part in parts])),
         ("no error", train(parts)),
         ("gradients of an earlier train_batch", message(lambda: train_batch(step, model, parts))),
     ]
@@ -176,8 +163,6 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         parts = [part | {"cu_seqlens": torch.tensor([0, 8, 16, 32])} if here else part for part in parts]
     elif what == "other documents":
         parts = [part | {"cu_seqlens": torch.tensor([0, 8 - 4 * rank, 16, 32])} for part in parts]
-    elif rank == 1 and what == "rows":
-        parts = [{name: part[name][:1] for name in ("input_ids", "target_ids", "position_ids")} for part in parts]
     elif what == "odd":
         parts = split_batch({name: global_batch()[name][:, :15] for name in ("input_ids", "target_ids")}, 4)
     elif rank == 1 and what in ("input_ids", "target_ids"):
@@ -197,11 +182,9 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1"),
         *(
             (layout, f"documents on rank {rank}", "pass rows of the same shape, with the same cu_seqlens")
-            for layout in ({"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"cp_size": 2, "cp_engine": "all_gather"})
-            for rank in (0, 1)
+            for layout, rank in (({"tp_size": 2}, 0), ({"pp_size": 2}, 1), ({"cp_size": 2}, 1))
         ),
         ({"cp_size": 2}, "other documents", "pass rows of the same shape, with the same cu_seqlens"),
-        ({"cp_size": 2}, "rows", "pass rows of the same shape, with the same cu_seqlens"),
         ({"tp_size": 2, "sequence_parallel": True}, "odd", "15 tokens on this rank, which sequence_parallel divides"),
         ({"dp_size": 2}, "input_ids", "no error"),
         ({"dp_size": 2}, "count", "have [2, 1] micro-batches"),

@@ -28,7 +28,6 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ett|tmL", "has m"),
         ("Ett|t|L", r"has 3 stages, but pp_size times pp_chunks \(of pp_engine\) is 2"),
         ("Ett|ttL", r"has 4 layers \(t\), but num_hidden_layers=3"),
         ("tt|tL", "has 0 E"),

@@ -8,7 +8,6 @@ import pytest
 
 from conformance.oracle import tiny_llama
 from conformance.training import layout_name, pipeline_config
-from picotron import process_group_manager as pgm
 from picotron.config import Config
 from tests.support.nccl_programs import record
 from workbench.pipelines.planning import training_schedule
@@ -19,6 +18,8 @@ from workbench.schedules.nccl_step import simulate_nccl
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build
 from workbench.schedules.simulate import Costs, simulate
+
+pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
 CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
@@ -37,11 +38,6 @@ LAYOUTS: list[dict[str, Any]] = [  # with several groups
     ),
     {"pp_size": 4, "dp_size": 2, "pp_engine": "interleaved_1f1b", "dp_engine": "zero3"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgm, "process_group_manager", None)
 
 
 def recorded(config: Config, tied: bool = False) -> list[Program]:

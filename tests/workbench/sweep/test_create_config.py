@@ -112,14 +112,6 @@ def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path)
     assert sizes("--tp", 1, 2, exp_name="e") == {(5, 2, 1, 1), (5, 2, 1, 2)}
 
 
-@pytest.mark.parametrize("words", [["--hf_token=hf_secret"], ["--environment.HF_TOKEN", "hf_secret"]])
-def test_token_flags_are_rejected_without_printing_the_token(tmp_path: Path, words: list[str]) -> None:
-    message = error_message(tmp_path, *words)
-    assert "secrets" in message
-    assert "hf_secret" not in message
-    assert not (tmp_path / "out").exists()
-
-
 def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "theirs.json"
     base.write_text(json.dumps(BASE | {"environment": {"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "1"}}))
@@ -127,22 +119,3 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
     assert configs(folder)["."]["environment"] == {"OMP_NUM_THREADS": "1"}
     assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "hf_secret" not in "".join(capsys.readouterr())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--pp", "2", "--pp_engine", "zbw"], "'zbw'"),
-        (["--tp", "3", "5"], "none of the 2 combinations can run"),
-        (["--tp", "2", "--distributed.tp_size", "2"], "--tp contains 2 more than once"),
-        (["--training.sed", "1"], "unknown key training.sed"),
-        (["--checkpoint.save_dir", "x"], "outputs go to the folder run/"),
-        (["--global_batch_size", "8", "--grad_acc_steps", "8"], "already determines --grad_acc_steps"),
-        (["--world_size", "7", "--tp", "2"], "--world_size 7"),
-        (["--cp", "3", "--training.warmup_steps", "9"], "2 problems"),
-        (["--tp", "3", "--pp", "99"], "2 problems"),
-    ],
-)
-def test_invalid_arguments_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
-    assert message in error_message(tmp_path, *words)
-    assert not (tmp_path / "out").exists()

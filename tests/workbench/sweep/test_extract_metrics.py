@@ -1,7 +1,6 @@
 """extract_metrics.py: the table and the plots of sweeps, with runs in every state."""
 
 import csv
-import itertools
 import json
 import math
 from pathlib import Path
@@ -9,9 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
-from picotron.run.config_reader import parse_config
 from workbench.sweep import table as extract_metrics
 from workbench.sweep.jobs import Job
 
@@ -145,52 +142,6 @@ def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
     for folder in (tmp_path, new_job.folder):
         row = extract(folder)["quickstart"]
         assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
-
-
-def runs_of(*configs: dict[str, dict[str, Any]]) -> list[extract_metrics.Run]:
-    """Return completed runs with these sections of their configs, in which tp 2 is as fast as three tp 1."""
-    runs = []
-    for i, config in enumerate(configs):
-        data = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}} | config
-        rate = 300.0 if data.get("distributed", {}).get("tp_size") == 2 else 100.0
-        records = [record(step, rate + i, 5.0 - step) for step in range(1, 6)]
-        runs.append(extract_metrics.Run(f"run{i}", "completed", parse_config(data), records, "", {}))
-    return runs
-
-
-def test_each_bar_is_a_setting_that_changes_speed() -> None:
-    """Learning rates share a bar, whose length is their mean. The number of micro-batches follows from dp here."""
-    runs = runs_of(*(
-        {
-            "distributed": {"dp_size": dp, "tp_size": tp, "pp_engine": engine},
-            "training": {"learning_rate": lr, "seed": int(1 / lr), "gradient_accumulation_steps": 4 // dp},
-        }
-        for dp, tp, engine, lr in itertools.product((1, 2), (1, 2), ("afab", "zb_h1"), (0.1, 0.01))
-    ))  # fmt: skip
-    names = extract_metrics.settings(runs)
-    assert names[:4] == ["dp1_tp1_pp_engineafab"] * 2 + ["dp1_tp1_pp_enginezb-h1"] * 2
-    assert len(set(names)) == 8
-    figure = Figure()
-    extract_metrics.draw_throughput(runs, [extract_metrics.table_row(run, 0) for run in runs], figure)
-    speed, memory = figure.axes
-    labels = [label.get_text().split()[0] for label in speed.get_yticklabels()]
-    assert sorted(labels) == sorted(set(names))
-    assert all("tp2" in label for label in labels[4:])  # the fastest are on top
-    assert speed.patches[0].get_width() == 100.5
-    assert len(memory.lines[0].get_xdata()) == len(runs)
-
-
-def test_lines_of_a_colour_differ() -> None:
-    layouts = [{"distributed": {"tp_size": tp}} for tp in range(1, 21)]
-    rates = [{"training": {"learning_rate": 0.01 / i}} for i in range(1, 31)]
-    for configs in (layouts, rates, [tp | rate for tp in layouts[:2] for rate in rates]):
-        figure = Figure()
-        extract_metrics.draw_losses(runs_of(*configs), figure)
-        lines = figure.axes[0].lines
-        curves = [line for line in lines if not line.get_label().startswith("_")]
-        assert len({(str(line.get_color()), line.get_linestyle(), line.get_marker()) for line in curves}) == len(
-            configs
-        )
 
 
 def test_folders_of_models_are_no_runs(tmp_path: Path) -> None:

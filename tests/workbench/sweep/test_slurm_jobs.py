@@ -97,8 +97,6 @@ def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Jo
         ("fail", "OUT_OF_MEMORY", "oom"),
         ("oom", "RUNNING", "oom"),  # it has just ended
         ("cancelled", "COMPLETING", "running"),  # it may have been preempted
-        ("cancelled", "TIMEOUT", "timeout"),
-        ("running", "NODE_FAIL", "fail"),
         ("running", None, "fail"),
         ("init", "RUNNING", "running"),  # status.txt was deleted
     ],

@@ -44,12 +44,6 @@ def test_different_combinations_have_different_folder_names() -> None:
     assert max(map(len, names)) < 200
 
 
-@pytest.mark.parametrize("name", ["", "..", "/tmp/x", "a/b"])
-def test_exp_name_with_a_path_is_rejected(tmp_path: Path, name: str) -> None:
-    assert "without a path" in error_message(tmp_path, exp_name=name)
-    assert not (tmp_path / "out").exists()
-
-
 def test_existing_configs_are_never_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = create(tmp_path, "--tp", 1, 2)
     first = Job(folder / "tp1", "tp1")
