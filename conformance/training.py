@@ -68,17 +68,14 @@ def pipeline_of(
     return plan.wrap, *plan.make_steps(config, model_config, device, dtype)
 
 
-def wrapped(
-    config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64, as_train: bool = False
-) -> DataParallel:
-    """Build this rank's shard of the model as programs with their own loops do, or as train.py does."""
+def wrapped(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
+    """Build this rank's shard of the model as programs with their own loops do."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = drawn_weights(model_config, config.training.seed)
-    device, pipeline = device_of(config), plan_pipeline(config, model_config).wrap
-    if as_train:
-        pipeline, _, _ = pipeline_of(config, model_config, device, dtype)
-    return build_model(config, model_config, pipeline, device, dtype, weights)
+    return build_model(
+        config, model_config, plan_pipeline(config, model_config).wrap, device_of(config), dtype, weights
+    )
 
 
 def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:
@@ -132,11 +129,10 @@ def train_steps(
     model: DataParallel,
     config: Config,
     model_config: Any,
-    look: Callable[[], Any] = lambda: None,
     checkpoint: Checkpoint | None = None,
     tokenizer: Path | None = None,
-) -> tuple[list[float], list[float], Any]:
-    """Train on random tokens. Returns losses, gradient norms and the result of `look` after the first backward.
+) -> tuple[list[float], list[float]]:
+    """Train on random tokens. Returns losses and gradient norms.
 
     Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
     """
@@ -152,10 +148,9 @@ def train_steps(
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint) if tokenizer else None
-    losses, norms, found = [], [], []
+    losses, norms = [], []
     while not progress.is_end(config):
         loss = take_step(model, loader).double()
-        found = found or [look()]
         all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
@@ -170,18 +165,7 @@ def train_steps(
             writer.save(progress)
     if writer:
         writer.wait()
-    return losses, norms, found[0] if found else None
-
-
-def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Train as train.py does.
-
-    Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
-    """
-    model = wrapped(config, model_config, getattr(torch, config.model.dtype), as_train=True)
-    llama = model.module.module
-    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
+    return losses, norms
 
 
 # ---------------------------------------------------------------------------------------------------- the full model
