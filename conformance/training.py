@@ -68,14 +68,17 @@ def pipeline_of(
     return plan.wrap, *plan.make_steps(config, model_config, device, dtype)
 
 
-def wrapped(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> DataParallel:
-    """Build this rank's shard of the model as programs with their own loops do."""
+def wrapped(
+    config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64, as_train: bool = False
+) -> DataParallel:
+    """Build this rank's shard of the model as programs with their own loops do, or as train.py does."""
     layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = drawn_weights(model_config, config.training.seed)
-    return build_model(
-        config, model_config, plan_pipeline(config, model_config).wrap, device_of(config), dtype, weights
-    )
+    device, pipeline = device_of(config), plan_pipeline(config, model_config).wrap
+    if as_train:
+        pipeline, _, _ = pipeline_of(config, model_config, device, dtype)
+    return build_model(config, model_config, pipeline, device, dtype, weights)
 
 
 def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:

@@ -85,7 +85,7 @@ def losses(float8: bool, compiled: bool = False) -> tuple[list[float], int]:
         return graph.forward
 
     with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
-        found, _ = train_steps(wrapped(config, MODEL, torch.bfloat16), config, MODEL)
+        found, _ = train_steps(wrapped(config, MODEL, torch.bfloat16, as_train=True), config, MODEL)
     modules = [each for graph in graphs for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
     nodes = [node for module in modules for node in module.graph.nodes]
     return found, sum(node.target in (torch.amax, "amax") for node in nodes)
