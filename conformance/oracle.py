@@ -14,8 +14,7 @@ from conformance.case import Batch, Case
 from conformance.compare import relative_error
 from conformance.models import small_config as tiny_llama
 from conformance.models import with_exact_norms
-from conformance.reference import train
-from picotron.collectives import accumulation_dtype
+from conformance.reference import adamw, train
 from picotron.config import Config, Training
 from picotron.data.rows import TextRows
 from picotron.model.llama import Llama
@@ -62,23 +61,27 @@ def our_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed
 
 
 def oracle_model(
-    config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64, device: torch.device = CPU
+    config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
     """Return transformers' model with these weights, exact in float64."""
-    with device:  # the rotary frequencies, too, are computed there: in float32, devices round differently
-        model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.load_state_dict(weights, strict=True)
     return with_exact_norms(model)
 
 
+def case_of(training: Training) -> Case:
+    """Return the hyperparameters of a training, whose learning rate decays with a cosine."""
+    return Case(
+        "", "", Path(), last_step=training.total_train_steps, total_steps=training.total_train_steps,
+        learning_rate=training.learning_rate, warmup_steps=training.warmup_steps, min_lr_ratio=training.min_lr_ratio,
+        weight_decay=training.weight_decay, beta1=training.adam_beta1, beta2=training.adam_beta2, eps=training.adam_eps,
+        max_grad_norm=training.max_grad_norm,
+    )  # fmt: skip
+
+
 def torch_adamw(parameters: Iterable[nn.Parameter], training: Training) -> torch.optim.AdamW:
     """Return torch's optimizer of the parameters that are not frozen: matrices decay, others do not."""
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (training.weight_decay, 0.0)]
-    for parameter in parameters:
-        if parameter.requires_grad:
-            groups[parameter.ndim < 2]["params"].append(parameter)
-    betas = training.adam_beta1, training.adam_beta2
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_eps)
+    return adamw((p for p in parameters if p.requires_grad), case_of(training))
 
 
 def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
@@ -94,30 +97,17 @@ def oracle_training(
     config: Config,
     model_config: PreTrainedConfig,
     tokens: np.ndarray,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device = CPU,
     frozen: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:
-    """Train on one process, without shuffling the data.
-
-    Args:
-        dtype: dtype of the computation; in bfloat16, weights and gradients are in float32, with autocast.
-        frozen: whether the parameter of a name is frozen.
+    """Train on one process, without shuffling the data. `frozen` says whether the parameter of a name is frozen.
 
     Returns:
-        The losses, the gradient norms, the gradients of the first step and the final weights, all on the CPU.
+        The losses, the gradient norms, the gradients of the first step and the final weights.
     """
     training, batch, length = config.training, config.global_batch_size, config.training.seq_length
-    wide = accumulation_dtype(torch.empty(0, dtype=dtype))
-    model = oracle_model(model_config, our_model(model_config, wide, training.seed).state_dict(), wide, device)
+    model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
-    case = Case(
-        "", "", Path(), last_step=training.total_train_steps, total_steps=training.total_train_steps,
-        learning_rate=training.learning_rate, warmup_steps=training.warmup_steps, min_lr_ratio=training.min_lr_ratio,
-        weight_decay=training.weight_decay, beta1=training.adam_beta1, beta2=training.adam_beta2, eps=training.adam_eps,
-        max_grad_norm=training.max_grad_norm,
-    )  # fmt: skip
     windows = torch.stack([
         torch.from_numpy(tokens[i : i + length + 1].astype(np.int64)) for i in range(0, len(tokens) - length, length)
     ])  # fmt: skip
@@ -126,7 +116,7 @@ def oracle_training(
         rows = windows[step * batch : (step + 1) * batch]
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 
-    found = train(model, case, batch_of, None if dtype == wide else dtype)
+    found = train(model, case_of(training), batch_of)
     named = {name: getattr(found, name) for name in ("losses", "grad_norms", "weights")}
     return named | {"gradients": found.gradients[0]}
 

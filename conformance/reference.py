@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ def train(
     model: nn.Module,
     case: Case,
     batch_of: Callable[[int], Batch],
-    autocast: torch.dtype | None = None,
     rounding: Any = None,
 ) -> Reference:
     """Train a model with the hyperparameters of a case.
@@ -40,20 +39,17 @@ def train(
     Args:
         model: transformers' model, or another one with `logits` in its output.
         batch_of: function of the step (0, 1, ...) that returns its global batch; of -1: the batch for evaluations.
-        autocast: dtype of the matrix products; None: that of the model.
         rounding: errors to make, see `Rounding`.
 
     Returns:
-        The results on the CPU, from step `case.first_step` on.
+        The results, from step `case.first_step` on.
     """
     found, parameters = Reference(initial=copies(model)), dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
     optimizer = adamw(parameters.values(), case)
 
     def forward(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the logits, and the tensor of which it is a function: with errors, not that of the graph."""
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        with torch.autocast(device.type, autocast, enabled=autocast is not None), rounding or contextlib.nullcontext():
+        with rounding or contextlib.nullcontext():
             logits = logits_of(model, batch)
         own = logits if rounding is None else logits.detach().requires_grad_()
         weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
@@ -71,7 +67,7 @@ def train(
             with rounding:
                 logits.backward(gradient * 1)
         if step >= case.first_step:
-            found.gradients.append({name: p.grad.cpu().clone() for name, p in parameters.items() if p.grad is not None})
+            found.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         limit = math.inf if case.max_grad_norm is None else case.max_grad_norm
         norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
         optimizer.step()
@@ -90,7 +86,7 @@ def train(
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def adamw(parameters: Iterable[nn.Parameter], case: Case) -> torch.optim.AdamW:
@@ -102,17 +98,21 @@ def adamw(parameters: Iterable[nn.Parameter], case: Case) -> torch.optim.AdamW:
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Compute the logits (G, T, V). The documents of a row are rows of their own, padded at their ends: a causal model
-    cannot see the padding, and positions begin at 0.
-    """
+    """Compute the logits (G, T, V). The documents of a row are rows of their own, see `logits_of_documents`."""
     ids = batch["input_ids"]
     if "document_ids" not in batch:
         whole: Tensor = model(input_ids=ids, use_cache=False).logits
         return whole
     lengths = [n for row in batch["document_ids"] for n in row.unique_consecutive(return_counts=True)[1].tolist()]
-    documents = ids.flatten().split(lengths)
-    logits = model(input_ids=nn.utils.rnn.pad_sequence(documents, batch_first=True), use_cache=False).logits
-    return torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)]).view(*ids.shape, -1)
+    return logits_of_documents(model, ids.flatten().split(lengths)).view(*ids.shape, -1)
+
+
+def logits_of_documents(model: nn.Module, documents: Sequence[Tensor]) -> Tensor:
+    """Compute the logits of all tokens (n, V). Documents are padded at their ends: a causal model cannot see the
+    padding, and positions begin at 0.
+    """
+    logits = model(input_ids=nn.utils.rnn.pad_sequence(list(documents), batch_first=True), use_cache=False).logits
+    return torch.cat([row[: len(document)] for row, document in zip(logits, documents, strict=True)])
 
 
 @torch.no_grad()

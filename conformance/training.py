@@ -132,11 +132,10 @@ def train_steps(
     model: DataParallel,
     config: Config,
     model_config: Any,
-    look: Callable[[], Any] = lambda: None,
     checkpoint: Checkpoint | None = None,
     tokenizer: Path | None = None,
-) -> tuple[list[float], list[float], Any]:
-    """Train on random tokens. Returns losses, gradient norms and the result of `look` after the first backward.
+) -> tuple[list[float], list[float]]:
+    """Train on random tokens. Returns losses and gradient norms.
 
     Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
     """
@@ -152,10 +151,9 @@ def train_steps(
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint) if tokenizer else None
-    losses, norms, found = [], [], []
+    losses, norms = [], []
     while not progress.is_end(config):
         loss = take_step(model, loader).double()
-        found = found or [look()]
         all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
@@ -170,18 +168,7 @@ def train_steps(
             writer.save(progress)
     if writer:
         writer.wait()
-    return losses, norms, found[0] if found else None
-
-
-def train(config: Config, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Train as train.py does.
-
-    Returns losses and gradient norms, and the full gradients of the first step and full weights at the end.
-    """
-    model = wrapped(config, model_config, getattr(torch, config.model.dtype), as_train=True)
-    llama = model.module.module
-    losses, norms, gradients = train_steps(model, config, model_config, lambda: all_stages(llama, "main_grad"))
-    return {"losses": losses, "grad_norms": norms, "gradients": gradients, "weights": all_stages(llama, "data")}
+    return losses, norms
 
 
 # ---------------------------------------------------------------------------------------------------- the full model

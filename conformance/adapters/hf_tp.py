@@ -14,6 +14,7 @@ from conformance import Case, Result
 from conformance.adapters.loop import accumulate, norm_of_mixed, torch_norm, train
 from conformance.case import Batch
 from conformance.models import with_exact_norms
+from conformance.reference import logits_of
 
 AXES = ("tp",)
 LAYOUTS = ("tp2 torch_clip", "tp2 mixtral", "tp2 mixtral experts")
@@ -29,12 +30,8 @@ def run(case: Case) -> Result:
     options = {"dtype": case.torch_dtype, "experts_implementation": "eager", **split}  # the default one needs bfloat16
     model = with_exact_norms(AutoModelForCausalLM.from_pretrained(case.model_folder, **options))
 
-    def logits_of(piece: Batch) -> Tensor:
-        logits: Tensor = model(input_ids=piece["input_ids"], use_cache=False).logits
-        return logits
-
     def backward(batch: Batch, total: Tensor) -> float:
-        return float(accumulate(case, batch, total, logits_of))
+        return float(accumulate(case, batch, total, lambda piece: logits_of(model, piece)))
 
     clip = torch_norm if "torch_clip" in case.words else norm_of_mixed
     return train(case, dict(model.named_parameters()), backward, clip)

@@ -14,13 +14,6 @@ from conformance.case import Batch, weights_of
 from conformance.reference import adamw
 
 
-class Wide:
-    """Torch for a module of another trainer, in which the constant float32 means float64."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, "float64" if name == "float32" else name)
-
-
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

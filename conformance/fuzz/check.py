@@ -40,25 +40,21 @@ def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         try:
             if "program" in case:
-                right = expected_of_program(case)
-                ranks = pool.run(run, case["program"]["ranks"], case, folder, 0, timeout=60)
-                refusals = {rank.get("refused") for rank in ranks}
-                if refusals != {None}:
-                    return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
-                return compare([ranks], [right])
-            if "modules" in case:
-                world = case["modules"]["pp"] * case["modules"]["dp"]
-                return compare([pool.run(run, world, case, folder, 0, timeout=60)], [expected(case)])
-            write_files(case, folder)
-            parts = [config_of(case, folder, part) for part in range(2 if case["resume"] else 1)]
+                sizes, right = [case["program"]["ranks"]], [expected_of_program(case)]
+            elif "modules" in case:
+                sizes, right = [case["modules"]["pp"] * case["modules"]["dp"]], [expected(case)]
+            else:
+                write_files(case, folder)
+                parts = [config_of(case, folder, part) for part in range(2 if case["resume"] else 1)]
+                sizes, right = [config.distributed.world_size for config in parts], []
             found = []
-            for part, config in enumerate(parts):
-                ranks = pool.run(run, config.distributed.world_size, case, folder, part, timeout=60)
+            for part, size in enumerate(sizes):
+                ranks = pool.run(run, size, case, folder, part, timeout=60)
                 refusals = {rank.get("refused") for rank in ranks}
                 if refusals != {None}:
                     return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
                 found.append(ranks)
-            return compare(found, train_reference(case, folder))
+            return compare(found, right or train_reference(case, folder))
         except UserError as error:
             return Result("refused", str(error))
         except Mismatch as error:

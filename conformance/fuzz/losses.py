@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conformance.case import cross_entropy, weights_of
 from conformance.training import Fails, Failure
 from picotron import process_group_manager as pgm
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -29,11 +30,11 @@ def focal(head: Any, x: Tensor, batch: Batch) -> Any:
 
 
 def mean_log_prob(logits: Tensor, batch: Batch) -> Tensor:
-    return log_probs_of(logits, batch["target_ids"]).sum() / (batch["target_ids"] != IGNORE_INDEX).sum()
+    return -cross_entropy(logits, batch["target_ids"]).sum() / (batch["target_ids"] != IGNORE_INDEX).sum()
 
 
 def focal_of_logits(logits: Tensor, batch: Batch) -> Tensor:
-    log_probs, counted = log_probs_of(logits, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
+    log_probs, counted = -cross_entropy(logits, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
     return -((1 - log_probs.exp()) ** 2 * log_probs).sum() / counted.sum()
 
 
@@ -46,7 +47,7 @@ def preference(head: Any, x: Tensor, batch: Batch) -> Any:
 
 
 def preference_of_logits(logits: Tensor, batch: Batch) -> Tensor:
-    chosen, rejected = log_probs_of(logits, batch["target_ids"]).sum(1).unflatten(0, (-1, 2)).unbind(1)
+    chosen, rejected = (-cross_entropy(logits, batch["target_ids"])).sum(1).unflatten(0, (-1, 2)).unbind(1)
     return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
 
 
@@ -92,18 +93,7 @@ def failing(loss_fn: Callable[..., Any], where: str, last: int) -> Callable[...,
     return loss
 
 
-def log_probs_of(logits: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute the log-probabilities of targets, 0 for those that are ignored: logits (G, T, V) -> (G, T)."""
-    losses = F.cross_entropy(logits.flatten(0, 1), target_ids.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
-    return -losses.view(target_ids.shape)
-
-
 def weighted_mean(logits: Tensor, batch: Batch, rows_of_ranks: list[Tensor]) -> Tensor:
     """Compute the weighted cross entropy of each group of rows, and the mean over the groups."""
-    log_probs, weights = log_probs_of(logits, batch["target_ids"]), weights_of(batch)
-    return torch.stack([-(log_probs[r] * weights[r]).sum() / weights[r].sum() for r in rows_of_ranks]).mean()
-
-
-def weights_of(batch: Batch) -> Tensor:
-    counted = (batch["target_ids"] != IGNORE_INDEX).double()
-    return counted * batch.get("target_weights", torch.ones((), dtype=torch.float64))
+    losses, weights = cross_entropy(logits, batch["target_ids"]), weights_of(batch)
+    return torch.stack([(losses[r] * weights[r]).sum() / weights[r].sum() for r in rows_of_ranks]).mean()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from conformance.case import weights_of
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
-from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean, weights_of
+from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
 from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.oracle import oracle_model, our_model, torch_adamw
+from conformance.reference import logits_of_documents
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -93,20 +94,13 @@ def row_numbers(config: Config, count: int, samples: np.ndarray) -> list[int]:
     return numbers
 
 
-def logits_of(model: LlamaForCausalLM, documents: list[Tensor]) -> list[Tensor]:
-    """Compute the logits of each document. They share a forward, padded at their ends, which causal attention hides."""
-    padded = nn.utils.rnn.pad_sequence(documents, batch_first=True)
-    logits = model(input_ids=padded, use_cache=False).logits
-    return [logits[i, : len(document)] for i, document in enumerate(documents)]
-
-
 def mean_loss(model: LlamaForCausalLM, rows: list[list[Document]]) -> Tensor:
     """Compute the weighted mean of the losses of all targets."""
     documents = [document for row in rows for document in row]
-    logits = logits_of(model, [torch.tensor(document.input_ids) for document in documents])
+    logits = logits_of_documents(model, [torch.tensor(document.input_ids) for document in documents])
     targets = torch.tensor([target for document in documents for target in document.target_ids])
     weights = torch.tensor([weight for document in documents for weight in document.weights], dtype=torch.float64)
-    losses = F.cross_entropy(torch.cat(logits), targets, reduction="none")
+    losses = F.cross_entropy(logits, targets, reduction="none")
     return (losses * weights).sum() / weights.sum()
 
 
@@ -114,10 +108,8 @@ def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) 
     """Compute the loss of a global batch, and its statistics."""
     ids = batch["input_ids"]
     G, T = ids.shape
-    boundaries = batch.get("cu_seqlens", torch.arange(0, G * T + 1, T)).tolist()
-    logits = torch.cat(logits_of(model, [ids.flatten()[start:end] for start, end in pairwise(boundaries)])).view(
-        G, T, -1
-    )
+    lengths = batch.get("cu_seqlens", torch.arange(0, G * T + 1, T)).diff().tolist()
+    logits = logits_of_documents(model, ids.flatten().split(lengths)).view(G, T, -1)
     data, dp, micro_batches = case["data"], config.distributed.dp_size, config.training.gradient_accumulation_steps
     if data["loss"] == "cross_entropy":
         numbers = torch.arange(G).view(micro_batches, dp, -1)

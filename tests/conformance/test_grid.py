@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conformance.check import Checker
-from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of, features
+from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of
 from picotron.model.families import FAMILIES
 from workbench.schedules.schedules import SCHEDULES
 
@@ -24,6 +24,25 @@ def checker() -> Iterator[Checker]:
 def test_ten_steps_equal_one_process(checker: Checker) -> None:
     errors = errors_of(checker, SOME)
     assert max(errors.values()) <= LIMIT, errors
+
+
+def features(name: str) -> dict[str, Any]:
+    """What a layout is: `dp2 x pp2 zbv untied kv4 qwen3` -> {"dp": 2, "pp": 2, "cp": 1, "tp": 1, ...}."""
+    words = name.split()
+    sizes = {axis: next((int(w[2:]) for w in words if w[:2] == axis), 1) for axis in ("dp", "pp", "cp", "tp")}
+    found: dict[str, Any] = dict(sizes)
+    if sizes["pp"] > 1:
+        found["pp_engine"] = next(word for word in words if word in (*SCHEDULES, "auto"))
+        if "chunks2" in words:
+            found["pp_chunks"] = 2
+    if sizes["tp"] > 1:
+        found["sequence_parallel"] = "sp" in words
+    if sizes["cp"] > 1:
+        found["cp_sharding"] = next(word for word in words if word in ("zigzag", "contiguous"))
+        found["cp_engine"] = next(word for word in words if word in ("ring", "all_gather", "ulysses"))
+    if sizes["dp"] * sizes["cp"] > 1:
+        found["dp_engine"] = next((word for word in words if word in ("zero1", "zero3")), "bucket")
+    return found | {"tied": "tied" in words, "kv": int(words[-2].removeprefix("kv")), "family": words[-1]}
 
 
 def every_layout() -> Iterator[dict[str, Any]]:

@@ -55,7 +55,7 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, config.training.seed)
     plan, dtype = plan_pipeline(config, model_config), getattr(torch, config.model.dtype)
     model = build_model(config, model_config, plan.wrap, CPU, dtype, weights)
-    losses, norms, _ = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
+    losses, norms = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
 
 

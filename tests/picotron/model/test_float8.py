@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.oracle import assert_close, our_model, tiny_llama
-from conformance.training import pipeline_config, train
+from conformance.training import pipeline_config, train_steps, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
@@ -85,7 +85,7 @@ def losses(float8: bool, compiled: bool = False) -> tuple[list[float], int]:
         return graph.forward
 
     with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
-        found = train(config, MODEL)["losses"]
+        found, _ = train_steps(wrapped(config, MODEL, torch.bfloat16, as_train=True), config, MODEL)
     modules = [each for graph in graphs for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
     nodes = [node for module in modules for node in module.graph.nodes]
     return found, sum(node.target in (torch.amax, "amax") for node in nodes)
