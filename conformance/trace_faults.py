@@ -35,7 +35,6 @@ OTHERS = {
     "torch_fsdp": ["steps dp2", "tied dp2", "accumulation dp2"],
     "torch_tp": ["step tp2", "odd tp2"],
     "torch_pp": ["step pp2", "step pp2 ZBVZeroBubble", "step pp2 Interleaved1F1B"],
-    "torch_cp": ["step cp2 cpu_kernel"],
 }
 
 

@@ -3,34 +3,23 @@
 python -m docs.programs.time_pictures buckets --out docs/pictures/buckets.svg
 """
 
-import contextlib
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import nn
 
-from docs.programs.broken_run import MISTAKES, count_tokens, in_step_3, replaced
-from docs.programs.quickstart import CPU, model_of, quickstart, stage_of
+from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from docs.programs.tutor import LEVELS
 from picotron import process_group_manager as pgm
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from picotron.run.config_reader import load_config
-from picotron.run.model_config import load_model_config
 from tests.support.torch_schedules import CLASSES, torch_programs
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
-from workbench.explain.explain import run_step
-from workbench.explain.fake_group import Message, fake_rank, message
-from workbench.pipelines.engine import make_train_step, plan_pipeline
+from workbench.explain.fake_group import fake_rank
 from workbench.schedules.actions import Schedule
 from workbench.schedules.nccl_step import simulate_nccl
 from workbench.schedules.schedule_csv import assemble
@@ -39,29 +28,6 @@ from workbench.schedules.simulate import Costs, Timeline, memory_curves, simulat
 
 # Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
 SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
-
-
-class Stuck(Exception):
-    pass
-
-
-def get_stuck(model: Any) -> None:
-    raise Stuck
-
-
-def small_buckets(parameters: Any, group: Any, megabytes: float) -> list[Bucket]:
-    return make_buckets(parameters, group, 1.0)
-
-
-STEP = "workbench.pipelines.engine.train_step"
-MAKE_BUCKETS = "picotron.data_parallel.data_parallel.make_buckets"
-SMALL_BUCKETS = {MAKE_BUCKETS: small_buckets}
-CASES: dict[str, Callable[[], dict[str, Any]]] = {  # replacements of functions, new ones for each rank
-    "a correct step": dict,
-    "rank 1 is stuck": lambda: {STEP: in_step_3(get_stuck)},
-    "rank 0 alone counts tokens": lambda: {STEP: in_step_3(count_tokens, rank=0)},
-    "rank 1 reduces its buckets in the reverse order": lambda: MISTAKES["another_order"].replacements,
-}
 
 
 class Work(NamedTuple):
@@ -268,59 +234,6 @@ def animated_1f1b(pp: int = 4, micro_batches: int = 6, seconds: int = 15) -> str
     return str(picture)
 
 
-def calls_of(rank: int, replacements: dict[str, Any]) -> list[Message]:
-    """Return the calls of a rank in step 3 of docs/small.json with dp 2 and small buckets, until it is stuck."""
-    config = load_config(
-        ["--config", "docs/small.json", "--distributed.dp_size", "2", "--training.gradient_accumulation_steps", "1"]
-    )
-    model_config, length, called = load_model_config(config.model), config.training.seq_length, list[Message]()
-
-    def note(*arguments: Any) -> Message:
-        called.append(message(*arguments))
-        return called[-1]
-
-    noting = {"workbench.explain.fake_group.message": note}
-    rows = TextRows(np.zeros(length * config.global_batch_size + 1, np.uint16), length)
-    with fake_rank(rank, config.distributed), replaced(SMALL_BUCKETS | replacements | noting):
-        dtype = torch.float64  # that of docs/small.json: it decides which gradients fit into a bucket
-        model, plan = model_of(config, dtype), plan_pipeline(config, model_config)
-        loader = MicroBatchDataLoader(rows, config, CPU)
-        for _ in range(3):
-            called.clear()
-            with contextlib.suppress(Stuck):
-                run_step(model, loader, config, make_train_step(config, plan, CPU, dtype))
-    return called
-
-
-def calls() -> str:
-    """Draw the calls of two ranks in a correct step and in three broken ones. Ranks match their calls by order alone:
-    from the first pair that differs on, they wait.
-    """
-    left, row, without = 70.0, 30, lighter(COLOURS["R"], 0.6)
-    panel, column = 2 * row + LINE + 16, (WIDTH - left) / 5
-    picture = Svg(WIDTH, LINE + 12 + panel * len(CASES))
-    picture.keys(0, 0, (COLOURS["R"], "all-reduce"), (without, "all-reduce without a match"), ("", "waits"))
-    for number, (title, replacements) in enumerate(CASES.items()):
-        y = LINE + 12 + number * panel
-        picture.text(0, y + 16, title, "title")
-        programs = [calls_of(rank, replacements()) for rank in range(2)]
-        pairs = itertools.zip_longest(*programs)
-        matched = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        for rank, program in enumerate(programs):
-            top = y + LINE + 4 + rank * row
-            picture.text(0, top + 18, f"rank {rank}")
-            if matched < len(program):
-                picture.frame(left, top, 5 * column - 4, row - 4)
-            elif not program:
-                picture.text(left, top + 18, "is elsewhere")
-            for i, call in enumerate(program[: matched + 1]):
-                size = torch.Size(call.shape).numel()
-                colour = COLOURS["R"] if i < matched else without
-                label = f"{size:,} number{'s' * (size > 1)}"
-                picture.box(left + i * column, top, column - 4, row - 4, colour, label, call.call_site)
-    return str(picture)
-
-
 def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
     setting, names = Setting(pp, micro_batches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
@@ -355,4 +268,4 @@ def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__, buckets, schedules, animated_1f1b, trade_off, calls, puzzle, stall)
+    main(__doc__, buckets, schedules, animated_1f1b, trade_off, puzzle, stall)
