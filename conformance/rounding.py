@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from conformance.case import Case
 from conformance.compare import Key, Limits, errors_of_reference
-from conformance.precision import Factors, bias, factors_of
+from conformance.precision import UNIT, Factors, bias, factors_of
 from conformance.reference import Reference, train
 
 RUNS = 12
@@ -90,8 +90,10 @@ def limits_of(case: Case, right: Reference) -> Limits:
         for key, error in errors_of_reference(found, right).items():
             errors.setdefault(key, []).append(error)
         factors.append(factors_of(found.gradients, found.weights, right))
-    bounds = {
-        key: DEVIATIONS["number" if isinstance(key[1], int) else "tensor"] * root_mean_square(each)
+    bounds = {  # a number is a sum in float32 in any case
+        key: DEVIATIONS["number"] * root_mean_square(each) + 8 * UNIT
+        if isinstance(key[1], int)
+        else DEVIATIONS["tensor"] * root_mean_square(each)
         for key, each in errors.items()
     }
     shares = {
