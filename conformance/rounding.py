@@ -21,9 +21,9 @@ from conformance.precision import UNIT, Factors, bias, factors_of
 from conformance.reference import Reference, train
 
 RUNS = 12
-DEVIATIONS = {"number": 6, "tensor": 1.5}
+DEVIATIONS = {"number": 6, "tensor": 2.5}
 # A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases. The error of a
-# tensor is a mean over its elements, which varies little: 1.5 times this mean allows for twice the roundings.
+# tensor is a mean over its elements, which varies little; that of the part on a rank can be twice as large.
 WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in narrower dtypes, as the loss does
 COPIES = ("clone", "_to_copy", "embedding")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "embedding")
