@@ -59,7 +59,7 @@ class Difference:
     hint: str = ""
 
     def __str__(self) -> str:
-        place = f" of {self.name}{list(self.index)}" if self.name else ""
+        place = f" of {self.name}{list(self.index) if self.index else ''}" if self.name else ""
         ranks = f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}" if self.ranks else ""
         values = "" if math.isnan(self.right) else f" is {unequal(self.found, self.right)}"
         error = f" (error {self.error:.1e}, bound {self.bound:.1e})" if math.isfinite(self.error) else ""
