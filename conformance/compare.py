@@ -188,7 +188,7 @@ def of_tensors(
             hint = f"the model has no parameter {unknown}"
             yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
     for name, whole in right.items():
-        missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
+        missing, scale, parts = torch.ones(whole.shape, dtype=torch.bool), whole, list[tuple[float, int, Difference]]()
         if error_of is mean_error and name in initial:
             scale = whole - initial[name]
         for rank, found in enumerate(of_ranks):
@@ -205,7 +205,12 @@ def of_tensors(
                     continue
                 actual = part.tensor.to(torch.float64)
                 error = error_of(actual, expected.double(), scale.double())
-                yield (what, (name, step)), error, place_of(what, step, rank, name, part, actual, expected, whole)
+                place = place_of(what, step, rank, name, part, actual, expected, whole)
+                parts.append((error, part.tensor.numel(), place))
+        if parts and error_of is mean_error:  # of the whole tensor: parts differ by chance
+            square = sum(error**2 * numel for error, numel, _ in parts) / sum(numel for _, numel, _ in parts)
+            parts = [(math.sqrt(square), 1, max(parts, key=lambda part: part[0])[2])]
+        yield from (((what, (name, step)), error, place) for error, _, place in parts)
         if missing.any():
             index = tuple(missing.nonzero()[0].tolist())
             yield (what, (name, step)), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")

@@ -23,12 +23,12 @@ from conformance.trace_places import (
     as_matrix,
     find,
     first_alike,
-    is_sequence,
     lead_of,
     locate,
     near,
     place_of,
     ratio_of,
+    regularity,
     rows_alike,
     same,
     settle,
@@ -299,7 +299,9 @@ class Trace:
         tokens = dict[tuple[int, ...], Tensor]()
         for shape, each in votes.items():
             places = torch.arange(len(each))
-            if shape in first and is_sequence(rows := settle(first[shape], shape, self.shape[1])):
+            own = first.get(shape, torch.zeros_like(each))
+            rows = max((settle(table, shape, self.shape[1]) for table in (each * own, own)), key=regularity)
+            if shape in first and regularity(rows) * 2 >= len(rows) - 1:
                 tokens[shape] = rows
                 orders.setdefault(shape, []).append(rows)
             elif shape in orders and not first:

@@ -80,14 +80,14 @@ def ratio_of(x: Tensor, want: Tensor) -> float | None:
     return c if c and near(x, c * want, abs(c) * want.abs().max().item()) else None
 
 
-def is_sequence(rows: Tensor) -> bool:
-    """Whether numbers of tokens are different ones, most of which follow the one before, or are a row after it."""
+def regularity(rows: Tensor) -> int:
+    """Return how many numbers of tokens follow the one before in the most frequent way; -1 if they are not different
+    ones, or a token is nobody.
+    """
     steps = rows.diff()
-    return (
-        bool((rows >= 0).all())
-        and len(rows.unique()) == len(rows)
-        and (len(rows) < 3 or int((steps == steps.mode().values).sum()) * 2 > len(steps))
-    )
+    if not (rows >= 0).all() or len(rows.unique()) < len(rows):
+        return -1
+    return int((steps == steps.mode().values).sum()) if len(steps) else 0
 
 
 def steps_of(table: Tensor, dim: int, length: int) -> list[int]:
