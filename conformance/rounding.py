@@ -21,7 +21,7 @@ from conformance.precision import UNIT, Factors, bias, factors_of
 from conformance.reference import Reference, train
 
 RUNS = 12
-DEVIATIONS = {"number": 6, "tensor": 2.5}
+DEVIATIONS, MEANS = 6, 2.5  # that a number, and a tensor may be off
 # A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases. The error of a
 # tensor is a mean over its elements, which varies little; that of the part on a rank can be twice as large.
 WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in narrower dtypes, as the loss does
@@ -91,9 +91,9 @@ def limits_of(case: Case, right: Reference) -> Limits:
             errors.setdefault(key, []).append(error)
         factors.append(factors_of(found.gradients, found.weights, right))
     bounds = {  # a number is a sum in float32 in any case
-        key: DEVIATIONS["number"] * root_mean_square(each) + 8 * UNIT
+        key: DEVIATIONS * root_mean_square(each) + 8 * UNIT
         if isinstance(key[1], int)
-        else DEVIATIONS["tensor"] * root_mean_square(each)
+        else MEANS * root_mean_square(each)
         for key, each in errors.items()
     }
     shares = {
@@ -101,7 +101,7 @@ def limits_of(case: Case, right: Reference) -> Limits:
         for key, names in factors[0].items()
     }
     spreads = {key: root_mean_square([bias(run[key], shares[key]) for run in factors]) for key in shares}
-    return Limits(bounds, shares, {key: DEVIATIONS["number"] * each for key, each in spreads.items()})
+    return Limits(bounds, shares, {key: DEVIATIONS * each for key, each in spreads.items()})
 
 
 def root_mean_square(numbers: list[float]) -> float:

@@ -92,9 +92,8 @@ def narrow(trace: Trace, each: Local, records: list[list[Record]]) -> Tensor | N
     """Return a tensor of the run in the narrow dtype, or the sum of the ranks' tensors if only that is right."""
     total = None
     for peer in trace.peers(each) if each.ranks else [each]:
-        own = records[peer.rank]
-        record = own[peer.index] if peer.index < len(own) else None
-        x = None if record is None else record.values.x if peer.value is None else record.values.grad
+        values = records[peer.rank][peer.index].values
+        x = values.x if peer.value is None else values.grad
         if x is None or x.numel() % peer.length:
             return None
         x = x.reshape(peer.length, -1)[peer.kept]
