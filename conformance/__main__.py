@@ -75,6 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.write and (options.judge or not options.adapter):
         parser.error("--write needs an adapter, and is a run of its own")
+    if options.judge and options.trace:
+        parser.error("--trace needs ranks that this program starts; leave out --judge")
     return options
 
 
@@ -108,9 +110,13 @@ def junit(rows: list[Row], properties: dict[str, str]) -> ET.ElementTree:
         test = ET.SubElement(suite, "testcase", classname=f"conformance.{row.chapter}", name=row.layout, time=seconds)
         if row.verdict != EQUAL:
             kind = "failure" if row.verdict == DIFFERS else "error" if row.is_bad else "skipped"
-            found = ET.SubElement(test, kind, message=f"{row.verdict}: {row.detail}")
-            found.text = "".join(c for c in f"{row.trace}\n{row.log}" if c.isprintable() or c == "\n")
+            found = ET.SubElement(test, kind, message=printable(f"{row.verdict}: {row.detail}"))
+            found.text = printable(f"{row.trace}\n{row.log}")
     return ET.ElementTree(suite)
+
+
+def printable(text: str) -> str:
+    return "".join(c for c in text if c.isprintable() or c == "\n")
 
 
 def main() -> int:

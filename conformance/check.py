@@ -25,7 +25,7 @@ from conformance.reference import Reference, run_reference
 from conformance.result import Result, read_outcome
 from conformance.rounding import limits_of
 from conformance.trace import Trace
-from conformance.trace_precision import least_accurate, twin_of
+from conformance.trace_precision import least_accurate, twin_of, write_twin
 from conformance.trace_recorder import Record, Recorder
 
 EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
@@ -129,15 +129,17 @@ class Checker:
             return dataclasses.replace(row, verdict=NOT_OFFERED, detail=reason)
         with tempfile.TemporaryDirectory() as folder:
             for case in cases_of(chapter, layout, other, Path(folder), **changes):
-                if row.verdict == EQUAL:
-                    if self.trace and is_traceable(case):
-                        (case.folder / "trace").mkdir()
-                        if case.dtype != "float64":
-                            self.start(twin_of(case), adapter)
-                    self.start(case, adapter)
-                    self.judge(case, row)
+                if self.trace and not why_untraced(case):
+                    (case.folder / "trace").mkdir()
+                    if case.dtype != "float64":
+                        write_twin(case)
+                        self.start(twin_of(case), adapter)
+                self.start(case, adapter)
+                self.judge(case, row)
+                if row.verdict != EQUAL:
+                    break
         self.compare_with_known(row)
-        if row.verdict == DIFFERS and self.trace is None and is_traceable(case):
+        if row.verdict == DIFFERS and self.trace is None and not why_untraced(case):
             self.trace = True
             again = self.check(chapter, layout, other, adapter, **changes)
             self.trace, row.trace, row.wrong = False, again.trace, again.wrong
@@ -201,6 +203,8 @@ class Checker:
             row.verdict, row.detail = CRASHED, f"rank {rank}: {errors[rank]}"
         elif missing:
             row.verdict, row.detail = HANGS, "; ".join(self.place(case, rank) for rank in missing)
+            logs = {rank: path for rank in missing if (path := case.folder / f"rank{rank}.log").exists()}
+            row.log = "".join(f"rank {rank}: {path.read_text(errors='replace')[-2000:]}" for rank, path in logs.items())
         else:
             right, results = self.reference(case), [outcome[1] for outcome in outcomes.values()]
             difference = None
@@ -210,9 +214,11 @@ class Checker:
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
                 row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
             if self.trace:
-                if is_traceable(case) or not row.trace:
+                if not (reason := why_untraced(case)):
                     row.trace, row.wrong = self.traced(case, results, right[0], difference)
-                if case.dtype != "float64" and row.verdict == EQUAL and "less accurate" in row.trace:
+                elif not row.trace:
+                    row.trace = f"not traced: {reason}"
+                if row.wrong and row.verdict == EQUAL:  # less accurate than a narrow dtype must be
                     row.verdict, row.detail = DIFFERS, row.trace
 
     def place(self, case: Case, rank: int) -> str:
@@ -247,14 +253,14 @@ class Checker:
         """Say which tensor of a case is the first wrong one, also as fields, or how many are equal: a run of which none
         is compared proves nothing.
         """
-        if not is_traceable(case):
-            return "not traced: float32 is not, nor are several steps in bfloat16", {}
-        if case.dtype != "float64":
-            return self.traced_narrow(case, right), {}
         try:
+            if case.dtype != "float64":
+                twin = twin_of(case)
+                trace = Trace(twin, self.records_of(twin), right, [], getattr(self.adapter, "module_name", str))
+                return least_accurate(trace, case)
             trace = Trace(case, self.records_of(case), right, results, getattr(self.adapter, "module_name", str))
             text = trace.first_wrong(difference)
-        except Exception as error:  # a trainer's modules can return anything
+        except Exception as error:  # a trainer's modules can return anything, and it can have no float64
             return f"not traced: its records cannot be compared: {type(error).__name__}: {error}", {}
         equal = [each for found in trace.at.values() for each in found if each.is_right]
         if equal and not trace.reason:
@@ -266,16 +272,6 @@ class Checker:
         names = ", ".join(sorted(trace.raw)[:3])
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}", {}
-
-    def traced_narrow(self, case: Case, right: Reference) -> str:
-        """Say which tensor of a narrow dtype is less accurate than it must be."""
-        twin = dataclasses.replace(case, dtype="float64", folder=case.folder / "exact")
-        try:
-            trace = Trace(twin, self.records_of(twin), right, [], getattr(self.adapter, "module_name", str))
-            text, count = least_accurate(trace, case.folder / "trace", case.torch_dtype)
-        except Exception as error:  # the trainer can have no float64
-            return f"not traced: its records cannot be compared: {type(error).__name__}: {error}"
-        return text or f"traced: {count} tensors are as accurate as {case.dtype} can be"
 
     def reference(self, case: Case) -> tuple[Reference, Any]:
         """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible."""
@@ -300,7 +296,12 @@ class Checker:
         return model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
 
 
-def is_traceable(case: Case) -> bool:
-    """Whether a case can be traced: steps in float64, or one step in a dtype that is narrower than float32."""
-    is_narrow = case.torch_dtype != case.weight_dtype
-    return len(case.steps) == 1 if is_narrow else case.dtype == "float64" and len(case.steps) > 0
+def why_untraced(case: Case) -> str:
+    """Return why a case cannot be traced; "" if it can."""
+    if not case.steps:
+        return "it takes no step"
+    if case.dtype == "float64":
+        return ""
+    if case.torch_dtype == case.weight_dtype:
+        return "float32 is not"
+    return "" if len(case.steps) == 1 else f"only single steps in {case.dtype} are"

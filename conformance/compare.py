@@ -22,8 +22,8 @@ class Limits:
 
     Args:
         errors: the largest error of each number and tensor.
-        shares: of the parameters in `bias`, by step and kind (`gradient`, `update`).
-        biases: its largest value.
+        shares: weight of each parameter in `precision.bias`, by kind (`gradient`, `update`) and step.
+        biases: largest |bias|, by the same keys.
     """
 
     errors: dict[Key, float]
@@ -133,7 +133,7 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
     last = step + len(right.losses) - 1
     for i in range(len(right.losses)):
         for what, field in kinds.items():
-            if what == "gradient norm" and i < max(len(each.gradients) for each in results):
+            if what == "gradient norm" and any(each.gradients[i:] for each in results):
                 found = [each.gradients[i] if i < len(each.gradients) else {} for each in results]
                 yield from of_tensors("gradient", found, right.gradients[i], {}, step + i, error_of)
             yield from of_numbers(what, [getattr(each, field) for each in results], getattr(right, field), i, step + i)
@@ -188,7 +188,8 @@ def of_tensors(
             hint = f"the model has no parameter {unknown}"
             yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
     for name, whole in right.items():
-        missing, scale, parts = torch.ones(whole.shape, dtype=torch.bool), whole, list[tuple[float, int, Difference]]()
+        missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
+        parts = dict[Any, tuple[float, int, Difference]]()  # the worst replica of each part
         if error_of is mean_error and name in initial:
             scale = whole - initial[name]
         for rank, found in enumerate(of_ranks):
@@ -206,11 +207,14 @@ def of_tensors(
                 actual = part.tensor.to(torch.float64)
                 error = error_of(actual, expected.double(), scale.double())
                 place = place_of(what, step, rank, name, part, actual, expected, whole)
-                parts.append((error, part.tensor.numel(), place))
-        if parts and error_of is mean_error:  # of the whole tensor: parts differ by chance
-            square = sum(error**2 * numel for error, numel, _ in parts) / sum(numel for _, numel, _ in parts)
-            parts = [(math.sqrt(square), 1, max(parts, key=lambda part: part[0])[2])]
-        yield from (((what, (name, step)), error, place) for error, _, place in parts)
+                if error_of is largest_error:
+                    yield (what, (name, step)), error, place
+                elif error >= parts.get(at := (part.start, part.tensor.shape), (0.0,))[0]:
+                    parts[at] = error, part.tensor.numel(), place
+        if parts:  # the error of the whole tensor: parts differ by chance
+            square = sum(error**2 * numel for error, numel, _ in parts.values())
+            _, _, place = max(parts.values(), key=lambda each: each[0])
+            yield (what, (name, step)), math.sqrt(square / sum(numel for _, numel, _ in parts.values())), place
         if missing.any():
             index = tuple(missing.nonzero()[0].tolist())
             yield (what, (name, step)), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")

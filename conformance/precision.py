@@ -25,7 +25,7 @@ Factors = dict[Key, dict[str, float]]
 
 def check_precision(case: Case, results: Sequence[Result], right: Reference, limits: Limits) -> Difference | None:
     """Return the first number that a narrow dtype does not explain, or None."""
-    steps = max(len(each.gradients) for each in results)
+    steps = min(max(sum(map(bool, each.gradients)) for each in results), len(right.losses))
     gradients = [
         joined([each.gradients[i] for each in results if i < len(each.gradients)], right) for i in range(steps)
     ]
@@ -56,12 +56,13 @@ def factors_of(gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, 
     """Return the projection of each gradient and update on the right one, less 1, by kind and step."""
     found: Factors = {}
     for step, each in enumerate(gradients):
-        found["gradient", step + 1] = {name: projection(x, right.gradients[step][name]) - 1 for name, x in each.items()}
-    start = right.initial
-    found["update", len(right.losses)] = {
-        name: projection(x - start[name], right.weights[name] - start[name]) - 1 for name, x in weights.items()
-    }
-    return found
+        found["gradient", step + 1] = factors_between(each, right.gradients[step])
+    updates, rights = ({n: x - right.initial[n] for n, x in each.items()} for each in (weights, right.weights))
+    return found | {("update", len(right.losses)): factors_between(updates, rights)}
+
+
+def factors_between(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: projection(x, right[name]) - 1 for name, x in found.items() if right[name].any()}
 
 
 def bias(factors: Mapping[str, float], shares: Mapping[str, float]) -> float:

@@ -27,7 +27,7 @@ import transformers
 import transformers.models.llama.modeling_llama  # so that forked processes need not import it
 
 from conformance.case import Case
-from conformance.result import NotOffered, read_outcome, write_outcome
+from conformance.result import NotOffered, kind_of, write_outcome
 from conformance.trace_recorder import recording
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # macOS may crash after a fork
@@ -106,7 +106,7 @@ def wait_for_ranks(case: Case, ranks: dict[int, Any], timeout: float) -> None:
         ready = [path for rank in ranks if (path := case.folder / f"rank{rank}.safetensors").exists()]
         if len(ready) == len(ranks):
             return
-        if end > time.monotonic() + GRACE and any(read_outcome(each)[0] != "result" for each in ready):
+        if end > time.monotonic() + GRACE and any(kind_of(each) != "result" for each in ready):
             end = time.monotonic() + GRACE
         time.sleep(0.01)
     for process in ranks.values():

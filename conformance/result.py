@@ -51,8 +51,8 @@ class Result:
         losses: loss of each step's global batch.
         grad_norms: norm of all gradients of each step, before clipping.
         gradients: gradients of each step before clipping, by transformers' names of the parameters: whole tensors,
-            DTensors or `Part`s. It can have the first step's only; an adapter without access to gradients leaves them
-            out.
+            DTensors or `Part`s. Those of the first step suffice, also without a sequence; an adapter without access to
+            gradients leaves them out.
         weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter
             that writes a model folder to `case.output` can leave them out.
         evaluations: loss of the evaluation batch after each step.
@@ -111,6 +111,13 @@ def write_outcome(path: Path, kind: str, what: Any) -> None:
     text, partial = json.dumps([kind, what], default=encoded), path.with_suffix(".part")
     save_file(tensors, partial, {"outcome": text})
     partial.rename(path)  # so that it is complete when it is there
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a rank's outcome."""
+    with safe_open(path, "pt") as file:
+        kind: str = json.loads(file.metadata()["outcome"])[0]
+    return kind
 
 
 def read_outcome(path: Path) -> tuple[str, Any]:

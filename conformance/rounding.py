@@ -21,17 +21,18 @@ from conformance.precision import UNIT, Factors, bias, factors_of
 from conformance.reference import Reference, train
 
 RUNS = 12
-DEVIATIONS, MEANS = 6, 2.5  # that a number, and a tensor may be off
-# A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases. The error of a
-# tensor is a mean over its elements, which varies little; that of the part on a rank can be twice as large.
+# A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases.
+DEVIATIONS = 6
+# A tensor may be off by this many times its root mean square error, a mean over its elements, which varies little.
+MEANS = 2.5
 WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in narrower dtypes, as the loss does
 COPIES = ("clone", "_to_copy", "embedding")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "embedding")
 
 
 class Rounding(TorchDispatchMode):
-    """Context in which results get a random relative error of at most half a unit in the last place of a dtype. The
-    operands of matrix products get one, too, because they are cast to this dtype before.
+    """Context in which results get a random relative error of at most half a unit in the last place of a dtype. Of
+    the operands of matrix products, weights are cast to the dtype; the others are results, which have their errors.
 
     Args:
         model: the model, whose modules `WIDE` only round their outputs.
@@ -57,10 +58,11 @@ class Rounding(TorchDispatchMode):
     def round_(self, x: Tensor) -> Tensor:
         if self.is_wide or not x.is_floating_point():
             return x
-        return x.add_(x * torch.empty(x.shape).uniform_(-self.unit, self.unit, generator=self.generator))
+        noise = torch.empty(x.shape).uniform_(-self.unit, self.unit, generator=self.generator)
+        return x.mul_(1 + noise.to(x.dtype))  # a mask can have -inf
 
     def cast(self, x: Tensor) -> Tensor:
-        """Cast a weight to the dtype; the result of an operation has got its error."""
+        """Cast a weight to the dtype."""
         is_weight = x.untyped_storage().data_ptr() in self.weights
         return x.to(self.dtype).to(x.dtype) if is_weight else x
 

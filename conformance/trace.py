@@ -7,7 +7,6 @@ in order.
 
 import dataclasses
 import enum
-import pickle
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +32,7 @@ from conformance.trace_places import (
     same,
     settle,
 )
-from conformance.trace_recorder import Record
+from conformance.trace_recorder import Record, read_records
 from conformance.trace_text import Sentences, short
 
 
@@ -47,9 +46,8 @@ class Phase(enum.IntEnum):
 
 Orders = dict[tuple[int, ...], list[Tensor]]  # of tokens, by the shape of a tensor before its columns
 EMBEDDED = ("model.embed_tokens", "input")
-Key = tuple[
-    int, Phase, str, str
-]  # step, phase, the reference's name of a module, `input`, `output`, `weight` or `bias`
+# step, phase, the reference's name of a module, `input`, `output`, `weight` or `bias`
+Key = tuple[int, Phase, str, str]
 
 
 @dataclasses.dataclass
@@ -132,13 +130,13 @@ class Trace:
     ) -> None:
         self.case, self.rename = case, rename
         self.shape = tuple(case.batch(case.first_step)["input_ids"].shape)
-        self.right, self.at = dict[Key, Right](), dict[Key, list[Local]]()
-        self.modules, self.raw, self.reason, self.first = set[str](), set[str](), "", dict[str, Any]()
+        self.at = dict[Key, list[Local]]()
+        self.raw, self.reason, self.first = set[str](), "", dict[str, Any]()
         self.factors = dict[tuple[int, Phase, int], float]()  # of gradients, by step, phase and rank
         self.places = dict[tuple[int, str, str], tuple[Tensor, Tensor]]()  # rows and columns of each rank's weights
         records = [each for each in records if each.step >= case.first_step]
         self.modules = {each.name for each in records if each.kind == "output"}
-        self.right |= self.tensors_of(records)
+        self.right = self.tensors_of(records)
         self.read_ranks()
         for rank, result in enumerate(results):
             for step, found, right in zip(case.steps, result.gradients, reference.gradients, strict=False):
@@ -208,7 +206,7 @@ class Trace:
     def read_ranks(self) -> None:
         calls, orders = dict[tuple[int, int], list[tuple[Record, Key]]](), Orders()
         for rank in range(self.case.world_size):
-            reason, records = pickle.loads((self.case.folder / "trace" / f"rank{rank}").read_bytes())
+            reason, records = read_records(self.case, rank)
             self.reason = self.reason or reason
             for record in records if not reason else ():
                 self.raw.add(record.name)
@@ -304,12 +302,11 @@ class Trace:
             if shape in first and regularity(rows) * 2 >= len(rows) - 1:
                 tokens[shape] = rows
                 orders.setdefault(shape, []).append(rows)
-            elif shape in orders and not first:
-                sums = [each[places, rows].sum().item() for rows in orders[shape]]
-                tokens[shape] = orders[shape][sums.index(max(sums))]
             # torch's pipeline finds out shapes by a trial with uninitialised memory, in which old rows can be.
             elif each.any(-1).double().mean() > 0.25:
-                tokens[shape] = settle(each, shape, self.shape[1])
+                known = [] if first else orders.get(shape, [])
+                sums = [each[places, rows].sum().item() for rows in known]
+                tokens[shape] = known[sums.index(max(sums))] if known else settle(each, shape, self.shape[1])
         return tokens
 
     # -------------------------------------------------------------------------------------------- is a tensor right?
@@ -417,13 +414,7 @@ class Trace:
                 )
                 if key is not None:
                     ranks = sorted({each.rank for each in self.at[key] if each.is_right is False})
-                    self.first = {
-                        "step": step + 1,
-                        "phase": phase.name,
-                        "module": key[2],
-                        "kind": key[3],
-                        "ranks": ranks,
-                    }
+                    self.first = fields_of(key, ranks)
                 if phase == Phase.NORM:
                     text = self.say.clipping(step)
                     if difference is not None and (difference.step, difference.name) == (step + 1, ""):
@@ -449,3 +440,8 @@ class Trace:
             return self.say.wrong(wrong)
         is_complete = covered.all() or not covered.any() or len(right) < len(found)
         return "" if is_complete else self.say.on_no_rank(key, ~covered)
+
+
+def fields_of(key: Key, ranks: list[int]) -> dict[str, Any]:
+    """Return the place of a tensor, for programs."""
+    return {"step": key[0] + 1, "phase": key[1].name, "module": key[2], "kind": key[3], "ranks": ranks}

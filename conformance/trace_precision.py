@@ -6,18 +6,17 @@ those of the reference whose operations are rounded at random, tensor by tensor.
 """
 
 import dataclasses
-import math
-import pickle
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.case import Case
+from conformance.compare import mean_error
 from conformance.reference import train
-from conformance.rounding import Rounding
-from conformance.trace import Key, Local, Phase, Trace
-from conformance.trace_recorder import Record, Recorder
+from conformance.rounding import Rounding, root_mean_square
+from conformance.trace import Key, Local, Phase, Trace, fields_of
+from conformance.trace_recorder import Record, Recorder, read_records
 from conformance.trace_text import many, short
 
 RUNS = 3
@@ -25,48 +24,49 @@ ACCURACY = 1.25  # Six further roundings of each score in attention take 1.2, st
 
 
 def twin_of(case: Case) -> Case:
-    """Write a case in float64 beside a case, with the same model and batches."""
-    twin = dataclasses.replace(case, dtype="float64", folder=case.folder / "exact")
+    """Return the same case in float64."""
+    return dataclasses.replace(case, dtype="float64", folder=case.folder / "exact")
+
+
+def write_twin(case: Case) -> None:
+    """Write the case in float64 beside a case, with the same model and batches."""
+    twin = twin_of(case)
     twin.output.mkdir(parents=True)
     (twin.folder / "trace").mkdir()
     twin.model_folder.symlink_to(case.model_folder)
     (twin.folder / "batches.safetensors").symlink_to(case.folder / "batches.safetensors")
     twin.write()
-    return twin
 
 
 def errors_of_rounding(trace: Trace, dtype: torch.dtype) -> dict[Key, float]:
     """Return the root mean square error that rounding to a dtype makes in each tensor of the reference."""
-    squares = dict[Key, float]()
+    errors = dict[Key, list[float]]()
     for seed in range(RUNS):
         model = trace.case.model()
         with Recorder() as recorder:
             train(model, trace.case, trace.case.batch, rounding=Rounding(dtype, seed, model))
         for key, found in trace.tensors_of(recorder.records).items():
             if key in trace.right:
-                squares[key] = squares.get(key, 0.0) + relative_square(found.x, trace.right[key].x) / RUNS
-    for key in trace.right.keys() - squares.keys():  # of several modules
+                right = trace.right[key].x
+                errors.setdefault(key, []).append(mean_error(found.x, right, right))
+    spread = {key: root_mean_square(each) for key, each in errors.items()}
+    for key in trace.right.keys() - errors.keys():  # of several modules
         parts = [(*key[:2], name, key[3]) for name in key[2].split(" + ")]
-        if all(part in squares for part in parts):
-            squares[key] = max(squares[part] for part in parts)
-    return {key: math.sqrt(square) for key, square in squares.items()}
+        if all(part in errors for part in parts):
+            spread[key] = max(spread[part] for part in parts)
+    return spread
 
 
-def relative_square(found: Tensor, right: Tensor) -> float:
-    return ((found - right).square().sum() / right.square().sum().clamp(min=1e-300)).item()
-
-
-def least_accurate(trace: Trace, folder: Path, dtype: torch.dtype) -> tuple[str, int]:
-    """Return a sentence about the first tensor whose error rounding does not explain, "" if there is none, and the
-    number of tensors that are compared.
+def least_accurate(trace: Trace, case: Case) -> tuple[str, dict[str, Any]]:
+    """Return a sentence about the first tensor whose error rounding does not explain, and its fields, see
+    `Trace.first`; or a sentence about the number of tensors that are compared.
 
     Args:
-        trace: of the run in float64.
-        folder: records of the run in the narrow dtype.
+        trace: trace of the case in float64.
+        case: the case in a narrow dtype, whose ranks have written their records.
     """
-    ranks = range(trace.case.world_size)
-    records: list[list[Record]] = [pickle.loads((folder / f"rank{rank}").read_bytes())[1] for rank in ranks]
-    limits, step, count = errors_of_rounding(trace, dtype), trace.case.first_step, 0
+    records = [read_records(case, rank)[1] for rank in range(case.world_size)]
+    limits, step, count = errors_of_rounding(trace, case.torch_dtype), case.first_step, 0
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         trace.find_factors(step, phase)
         for key in (key for key in trace.keys(step, phase) if limits.get(key)):
@@ -76,16 +76,16 @@ def least_accurate(trace: Trace, folder: Path, dtype: torch.dtype) -> tuple[str,
             if not locals_ or any(x is None or x.shape != y.shape for x, y in zip(found, want, strict=True)):
                 continue
             count += len(locals_)
-            error = math.sqrt(
-                relative_square(*(torch.cat([x.flatten() for x in each if x is not None]) for each in (found, want)))
-            )
+            x, right = (torch.cat([part.flatten() for part in each if part is not None]) for each in (found, want))
+            error = mean_error(x, right, right)
             if error > ACCURACY * limits[key]:
-                of, at = "gradient of " if phase == Phase.BACKWARD else "", many("rank", [w.rank for w in locals_])
+                ranks = sorted({each.rank for each in locals_})
+                of = "gradient of " if phase == Phase.BACKWARD else ""
                 return (
-                    f"step {step + 1}: {of}{short(key[2])} {key[3]} on {at} is less accurate than it must be: its error "
-                    f"is {error:.1e} of it, and {limits[key]:.1e} if each operation rounds"
-                ), count
-    return "", count
+                    f"step {step + 1}: {of}{short(key[2])} {key[3]} on {many('rank', ranks)} is less accurate than it must "
+                    f"be: its error is {error:.1e} of it, and {limits[key]:.1e} if each operation rounds"
+                ), fields_of(key, ranks)
+    return f"traced: {count} tensors are as accurate as {case.dtype} can be", {}
 
 
 def narrow(trace: Trace, each: Local, records: list[list[Record]]) -> Tensor | None:

@@ -35,7 +35,7 @@ class Record:
 
     Args:
         step: the step, from 0: that of the last batch that was asked for.
-        epoch: how often the weights had changed before.
+        epoch: number of updates of the weights before it.
         index: its place among the records.
         call: number of the outermost call of a module, within which it was recorded.
         name: the trainer's name of the module.
@@ -205,3 +205,9 @@ def recording(case: Case, rank: int) -> Iterator[None]:
         for each in recorder.records:
             each.step = case.steps[epochs.index(each.epoch)]
     (folder / f"rank{rank}").write_bytes(pickle.dumps((recorder.reason, recorder.records)))
+
+
+def read_records(case: Case, rank: int) -> tuple[str, list[Record]]:
+    """Return why a rank of a case that this machine has run has no records, and its records."""
+    found: tuple[str, list[Record]] = pickle.loads((case.folder / "trace" / f"rank{rank}").read_bytes())
+    return found

@@ -89,8 +89,4 @@ COUNTING = """{{- messages | length }}
 {%- for message in messages -%}{{ message['role'] + ': ' + message['content'] + '\n' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
 STRICT = "{{ raise_exception('roles must alternate') }}"
-SOMETIMES_MARKED = QUESTIONS_MARKED.replace(
-    "A>", "A>{% if message['end'] is defined %}{{ message['content'] }}{% else %}"
-).replace("{% endgeneration %}", "{% endgeneration %}{% endif %}")
-NO_TURNS = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"
 TOOLS = "{%- if tools -%}{%- for tool in tools -%}{{ tool | tojson + '\n' }}{%- endfor -%}{%- endif -%}"
