@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
 
+from benchmarks.torch_schedules import CLASSES
 from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -19,15 +20,7 @@ from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.planning import training_schedule
 
 PP = 2
-TORCH_CLASSES = {
-    "afab": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "looped_bfs": "ScheduleLoopedBFS",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zb_h1": "ScheduleInterleavedZeroBubble",  # with one stage per rank
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
+TORCH_CLASSES: dict[str, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B} | CLASSES  # zb_h1: one stage per rank
 
 
 def config_of(engine: str, micro_batches: int) -> Config:
@@ -83,8 +76,8 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
         PipelineStage(module, number, count, device, group=group)
         for module, number in zip(modules, held.stages, strict=True)
     ]
-    kind: Any = getattr(torch_schedules, TORCH_CLASSES[engine])
-    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    kind = TORCH_CLASSES[engine]
+    single = issubclass(kind, PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss)
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
     optimizer = torch_adamw(parameters)

@@ -8,9 +8,9 @@ messages take no time. The unit of memory is the activations of one micro-batch 
 
 from collections.abc import Iterator
 
+from benchmarks.torch_schedules import CLASSES, torch_programs
+from benchmarks.zero_bubble import CASES
 from picotron.console import text_table
-from tests.support.torch_schedules import CLASSES, torch_programs
-from tests.support.zero_bubble import CASES
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from benchmarks.torch_schedules import CLASSES, torch_programs
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from docs.programs.tutor import LEVELS
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from tests.support.torch_schedules import CLASSES, torch_programs
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.fake_group import fake_rank

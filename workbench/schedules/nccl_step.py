@@ -96,11 +96,12 @@ def calls_of(
         (part,) = action.parts
         if part.kind == "R":
             continue
-        sending, kind = part.kind.startswith("SEND"), part.kind[-1]
-        stage = part.stage + (1 if sending == (kind == "F") else -1)
-        if not 0 <= stage < schedule.num_stages:
+        sending, own = part.kind.startswith("SEND"), part._replace(kind=part.kind[-1])
+        result = own if sending else schedule.source(own)
+        stage = schedule.target(own) if sending else result and result.stage
+        if result is None or stage is None:
             raise UserError(f"pp rank {rank} has {action}, but no stage is at the other end of this message")
-        other, result = schedule.rank_of(stage), Action(kind, part.stage if sending else stage, part.micro_batch)
+        other = schedule.rank_of(stage)
         if sending:
             wait_for(result, action)
             while len(sent[other]) >= sends:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_schedules import CLASSES, torch_programs
+from benchmarks.torch_schedules import CLASSES, torch_programs
 from workbench.drawing.__main__ import main
 from workbench.schedules.actions import Action, AnyAction, Schedule
 from workbench.schedules.checker import MAX_SENDS_IN_FLIGHT, add_communication

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining.schedules import _add_send_recv, _PipelineScheduleRuntime, _simulate_comms_compute
 
+from benchmarks.torch_schedules import CLASSES, torch_schedule
 from picotron.console import UserError
-from tests.support.torch_schedules import CLASSES, torch_schedule
 from tests.workbench.schedules.test_schedules import names
 from workbench.schedules.checker import add_communication
 from workbench.schedules.schedule_csv import as_csv, read_csv

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.zero_bubble import CASES, Case
+from benchmarks.zero_bubble import CASES, Case
 from workbench.schedules.actions import parse_action
 from workbench.schedules.schedules import build, forward_only
 from workbench.schedules.simulate import (
