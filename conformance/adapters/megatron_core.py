@@ -123,6 +123,8 @@ def model_of(case: Case) -> DistributedDataParallel:
     """Return this rank's part of the model, with the case's weights."""
     sizes, found = case.sizes, AutoConfig.from_pretrained(case.model_folder)
     case.require(found.model_type == "llama", f"the adapter builds a Llama, not {found.model_type}")
+    case.require(found.rope_parameters["rope_type"] == "default", "Megatron-core scales angles for 8,192 tokens only")
+    case.require(found.num_key_value_heads % sizes["tp"] == 0, "the adapter does not find shared key/value heads")
     case.require(found.vocab_size % sizes["tp"] == 0, "padding of the vocabulary would be part of the softmax")
     config = TransformerConfig(
         num_layers=found.num_hidden_layers,

@@ -200,7 +200,8 @@ def test_command_lines_of_generate(
     words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py", *words.replace("@", str(folder)).split()])
-    assert_rejected(generate.main, capsys)
+    message = assert_rejected(generate.main, capsys)
+    assert all(option in message for option in words.split()[2::2])  # not the folder alone, which has no weights
 
 
 DRAWING_WORDS = [
@@ -219,7 +220,7 @@ def test_command_lines_of_drawing(words: str, folder: Path, capsys: pytest.Captu
 
 
 CREATE_WORDS = [
-    "--exp_name", "--exp_name .", "--exp_name ..", "--exp_name a/b", "--exp_name a\0b", "--exp_name a\nb", "--exp_name", "--exp_name= ", "--world_size 0",
+    "--exp_name", "--exp_name .", "--exp_name ..", "--exp_name a/b", "--exp_name a\0b", "--exp_name a\nb", "--exp_name= ", "--world_size 0",
     "--world_size -1", "--world_size x", "--world_size 720720", "--world_size 1000000007 --tp 3", "--tp 0", "--tp x", "--tp", "--tp 2 2", "--tp -1",
     "--global_batch_size 7 --dp 2", "--global_batch_size 0", "--global_batch_size x", "--global_batch_size 8 --grad_acc_steps 2", "--mbs 0",
     "--config no.json", "--config .", "--config README.md", "--hf_token hf_secret", "--hf_token=hf_secret", "--wandb_token hf_secret",
