@@ -8,6 +8,7 @@ limit, does not end the others. On a machine without a GPU, --tiny tries the pro
 
 import argparse
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.side_by_side import gather, machine, peak_memory_mib, print_markdown
+from benchmarks.side_by_side import DifferentResults, gather, machine, peak_memory_mib, print_markdown
 from benchmarks.workload import ON_GPU, TINY, add_tiny, model_config, picotron_step, run_config
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import plan_pipeline
 
-PARTS = ("programs", "speed", "trace", "memory", "layouts")
+PARTS = ("programs", "numbers", "speed", "trace", "memory", "layouts")
 TRACE = Path("runs/gpu/trace.json.gz")
 COMPILES = (True, False) if ON_GPU else (False,)
 Command = tuple[str, list[str], float]  # name, arguments of Python, limit in seconds
@@ -50,7 +52,8 @@ def commands(part: str, folder: str) -> Iterator[Command]:
     elif part == "speed":
         yield "speed beside transformers", ["-m", "benchmarks.training", "one", *["--tiny"] * TINY], 300
     else:
-        yield part, ["-m", "benchmarks.gpu", "--run", part, *["--tiny"] * TINY], {"trace": 150, "memory": 400}[part]
+        limit = {"numbers": 150, "trace": 150, "memory": 400}[part]
+        yield part, ["-m", "benchmarks.gpu", "--run", part, *["--tiny"] * TINY], limit
 
 
 def run(name: str, arguments: list[str], limit: float) -> bool:
@@ -64,6 +67,34 @@ def run(name: str, arguments: list[str], limit: float) -> bool:
         problem = f"not done after {limit:.0f} s"
     print(f"\n{name}: {problem or 'ok'} ({time.monotonic() - start:.0f} s)", flush=True)
     return not problem
+
+
+def metrics_of(dtype: str, on_gpu: bool, folder: str) -> list[dict[str, float]]:
+    """Train 6 steps with train.py, uncompiled, and return the metrics."""
+    command = [sys.executable, "train.py", "--config", "docs/small.json", "--checkpoint.save_dir", folder]
+    command += ["--model.dtype", dtype, "--training.compile", "false", "--distributed.use_cpu", str(not on_gpu).lower()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers() -> None:
+    """Train on the GPU and on the CPU, and print the largest relative differences. In float64, they are those of the
+    rotary tables, which both compute in float32.
+
+    Raises:
+        DifferentResults: the runs differ by more than rounding.
+    """
+    rows, limits = [["dtype", "loss", "gradient norm"]], {"float64": 1e-7, "float32": 1e-4}
+    for dtype, limit in limits.items():
+        with tempfile.TemporaryDirectory() as folder:
+            pair = [metrics_of(dtype, where, f"{folder}/{where}") for where in (ON_GPU, False)]
+        worst = [max(abs(a[key] / b[key] - 1) for a, b in zip(*pair, strict=True)) for key in ("loss", "grad_norm")]
+        rows.append([dtype, *(f"{each:.1e}" for each in worst)])
+        if max(worst) > limit:
+            raise DifferentResults(
+                f"{dtype}: the losses differ by {worst[0]:.1e}, the gradient norms by {worst[1]:.1e}"
+            )
+    print_markdown(rows)
 
 
 def waits_of(step: Callable[[], Any]) -> list[str]:
@@ -85,8 +116,10 @@ def trace(rank: int) -> None:
         float(step())
     waits = waits_of(step)
     start = time.perf_counter()
-    float(step())
-    seconds = time.perf_counter() - start
+    for _ in range(5):
+        loss = step()
+    float(loss)
+    seconds = (time.perf_counter() - start) / 5
     kind = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
     with profile(activities={ProfilerActivity.CPU, kind}) as profiler:
         float(step())
@@ -94,7 +127,8 @@ def trace(rank: int) -> None:
     profiler.export_chrome_trace(str(TRACE))
     averages = profiler.key_averages()
     column = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
-    busy = sum(getattr(each, column) for each in averages) / 1e6
+    kernels = [each for each in averages if not ON_GPU or each.device_type == DeviceType.CUDA]
+    busy = sum(getattr(each, column) for each in kernels if not each.is_user_annotation) / 1e6
     print(averages.table(sort_by=column, row_limit=20, max_name_column_width=80))
     print(
         f"A step takes {1e3 * seconds:,.1f} ms, of which kernels run for {busy / seconds:.0%}. {TRACE} has the trace."
@@ -129,14 +163,14 @@ def main(arguments: list[str]) -> int:
     """Run the commands. Returns 0 if all succeed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts [all; layouts with two GPUs only]")
-    parser.add_argument("--run", choices=("trace", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=("numbers", "trace", "memory"), help=argparse.SUPPRESS)
     add_tiny(parser)
     options = parser.parse_args(arguments)
     if not ON_GPU and not options.tiny:
         print("make gpu needs a GPU, and torch finds none on this machine (ARGS=--tiny tries the program on the CPU).")
         return 1
     if options.run:
-        memory() if options.run == "memory" else gather(trace, 1)
+        {"numbers": numbers, "trace": lambda: gather(trace, 1), "memory": memory}[options.run]()
         return 0
     print(machine(), flush=True)
     parts = options.only or PARTS[: len(PARTS) - (torch.cuda.device_count() < 2)]

@@ -1,6 +1,6 @@
 """Measurements of several variants in one run.
 
-Each variant has separate processes, so that its peak memory can be measured. All processes stay alive and
+Each variant has separate processes, so that its peak memory can be measured. On a CPU, all processes stay alive and
 the variants take turns, a few steps each, so that other load on the machine affects all variants equally. Speeds are
 medians over the turns; a relative speed is the median of the ratios within each turn.
 
@@ -95,9 +95,9 @@ def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) 
             losses = [step() for _ in range(steps)]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-                torch.cuda.empty_cache()  # the other variants need room on the same GPU
             connection.send((time.perf_counter() - start, [float(loss) for loss in losses if loss is not None]))
         connection.send(peak_memory_mib())
+        dist.destroy_process_group()
     except Exception as error:
         connection.send(error)
 
@@ -112,16 +112,19 @@ def _serve_call(
         result = error
     connection.send(result)
     connection.poll(None)  # until `gather` ends, because other ranks may still communicate with this one
+    if not isinstance(result, Exception):
+        dist.destroy_process_group()
 
 
 def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, *arguments)` in new processes, and return the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        connections = []
+        connections, started = [], []
         for rank in range(processes):
             ours, theirs = CONTEXT.Pipe()
             call = (theirs, function, rank, processes, f"{folder}/rendezvous", arguments)
-            CONTEXT.Process(target=_serve_call, args=call, daemon=True).start()
+            started.append(CONTEXT.Process(target=_serve_call, args=call, daemon=True))
+            started[-1].start()
             theirs.close()
             connections.append(ours)
         try:
@@ -129,6 +132,8 @@ def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> lis
         finally:
             for connection in connections:
                 connection.close()
+            for process in started:
+                process.join(30)  # which frees the memory of a GPU
 
 
 def _receive_all(connections: list[Any]) -> list[Any]:
@@ -146,7 +151,11 @@ def _receive_all(connections: list[Any]) -> list[Any]:
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:
-    """Measure the variants in turns, after a turn as a warm-up."""
+    """Measure the variants in turns, after a turn as a warm-up; on a GPU, whose memory may not hold all of them, one after
+    the other.
+    """
+    if torch.cuda.is_available() and len(variants) > 1:
+        return {name: result for each in variants for name, result in measure([each], turns, steps).items()}
     connections: dict[str, list[Any]] = {}
     processes = []
     with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ GROUPS = {
     "Learn": [],
     "Use": [f"docs/{name}.md" for name in ("grpo", "own_data", "own_loops", "reference/configuration", "reference/machines")],
     "Check": [f"docs/reference/{name}.md" for name in (
-        "conformance", "course", "trainers", "peers", "peers_from_checkouts", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
+        "conformance", "course", "trainers", "peers", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
         "published_schedules", "axis_derivations",
     )],
     "Look up": ["docs/terms.md", "docs/papers.md", "docs/code.md", "docs/solutions/answers.md", "CONTRIBUTING.md", "CHANGELOG.md"],
