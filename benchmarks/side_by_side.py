@@ -151,8 +151,8 @@ def _receive_all(connections: list[Any]) -> list[Any]:
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:
-    """Measure the variants in turns, after a turn as a warm-up; on a GPU, whose memory may not hold all of them, one after
-    the other.
+    """Measure the variants in turns, after a turn as a warm-up. A GPU may not hold all of them: there, each is measured
+    by itself.
     """
     if torch.cuda.is_available() and len(variants) > 1:
         return {name: result for each in variants for name, result in measure([each], turns, steps).items()}
