@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from string import Template
 from urllib.parse import unquote
@@ -147,6 +148,7 @@ def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     build_playground(out / "playground", pyodide)
     layout = Template((HERE / "page.html").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     first = ("4D parallelism, written to be read", landing(checkout), "", "docs/site/landing.html")
     bodies = {"index.html": first} | {p.address: (p.title, p.html, p.contents, p.path) for p in pages.values()}
     for here, (title, body, contents, source) in bodies.items():
@@ -154,6 +156,7 @@ def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:
         text = layout.substitute(
             root=relative(".", here), kind="landing" if here == "index.html" else "page", title=html.escape(title),
             body=body, contents=contents, pages=links, around=around, source=checkout.link(source), code=checkout.link("."),
+            version=version,
         )  # fmt: skip
         (out / here).parent.mkdir(parents=True, exist_ok=True)
         (out / here).write_text(text)

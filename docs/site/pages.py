@@ -127,6 +127,8 @@ class Page:
         """Give a heading the anchor that GitHub gives it, and its button."""
         text = plain(token)
         anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        if earlier := sum(text == part[1] for part in self.parts):
+            anchor += f"-{earlier}"
         self.parts.append((int(opening.tag[1:]), text, anchor, []))
         opening.attrs["id"] = anchor
         link = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>' + buttons.get(text, "")
