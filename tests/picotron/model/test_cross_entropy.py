@@ -2,6 +2,7 @@
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,6 +100,24 @@ def log_probs_of_bfloat16_logits() -> tuple[Tensor, Tensor]:
 def test_log_softmax_is_in_float32(pool: WorkerPool) -> None:
     log_probs, expected = pool.run(log_probs_of_bfloat16_logits, 1)[0]
     assert_close(log_probs.double(), expected, 1e-6)
+
+
+def weight_gradient(function: Any, chunk: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return the gradient of a head's weight by many tokens, `chunk` of them at a time."""
+    grid, generator = setup_process_group_manager(1, 1, 1, 1), torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, 8, generator=generator).bfloat16().to(dtype) for size in (512, 16))
+    targets = torch.randint(16, (1, 512), generator=generator)
+    weight.requires_grad_()
+    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", chunk):
+        function(x[None], weight, targets, VocabularyShard(0, 16, grid.tp_group)).sum().backward()
+    return weight.grad.double()
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs])
+def test_chunks_are_added_in_float32(pool: WorkerPool, function: Any) -> None:
+    exact = pool.run(weight_gradient, 1, function, 512, torch.float64)[0]
+    one, many = (pool.run(weight_gradient, 1, function, chunk)[0] for chunk in (512, 4))
+    assert (many - exact).norm() < 1.5 * (one - exact).norm()
 
 
 class LiveBytes(TorchDispatchMode):
