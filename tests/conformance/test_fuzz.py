@@ -48,6 +48,7 @@ def program_of(*operations: list[Any], **changes: Any) -> Case:
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
 CORNERS: dict[str, Case] = {
     "length 1": case_of(seq_length=1),
+    "targets of weight 0 outside of the vocabulary": case_of(data={"weights": True}, tp=2, micro_batch_size=8),
     "forward before the update, zero3 in a pipeline": case_of(dp=2, pp=2, dp_engine="zero3", between=True),
     "own loss, tied, zero3": case_of(tied=True, data={"loss": "focal"}, dp=2, dp_engine="zero3"),
     "head on some ranks only, zero3": case_of(
