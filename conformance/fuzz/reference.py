@@ -110,6 +110,7 @@ def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) 
     G, T = ids.shape
     lengths = batch.get("cu_seqlens", torch.arange(0, G * T + 1, T)).diff().tolist()
     logits = logits_of_documents(model, ids.flatten().split(lengths)).view(G, T, -1)
+    batch = batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)}
     data, dp, micro_batches = case["data"], config.distributed.dp_size, config.training.gradient_accumulation_steps
     if data["loss"] == "cross_entropy":
         numbers = torch.arange(G).view(micro_batches, dp, -1)
@@ -118,6 +119,5 @@ def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) 
         )
         return weighted_mean(logits, batch, ranks), []
     of_logits: Callable[[Tensor, Batch], Tensor] = LOSSES[data["loss"]][1]
-    batch = batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)}
     statistics = [mean_log_prob(logits, batch).item()] if data["loss"] == "focal" else []
     return of_logits(logits, batch), statistics
