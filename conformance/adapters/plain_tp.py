@@ -4,7 +4,6 @@ rank has some of the tokens, and one matrix computes queries, keys and values, a
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from conformance import Case, Part, Result
 from conformance.adapters.loop import accumulate, chunks, train
 from conformance.case import Batch
+from conformance.examples.tensor import Pair
 
 AXES = ("tp",)
 CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
@@ -43,19 +43,6 @@ def reduce_scatter(x: Tensor) -> Tensor:
     own = torch.empty_like(shards[0])
     dist.reduce_scatter(own, shards)
     return own
-
-
-class Pair(torch.autograd.Function):
-    """forward: one of the two functions above. backward: the other one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        ctx.communicate = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.communicate(gradient), None, None
 
 
 class Columns(nn.Module):
