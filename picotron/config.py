@@ -297,6 +297,11 @@ class Config(Section):
     environment: Environment = Environment()
 
     @property
+    def compiles(self) -> bool:
+        """Whether torch.compile compiles the layers and the loss."""
+        return not self.distributed.use_cpu if self.training.compile is None else self.training.compile
+
+    @property
     def needs_workbench(self) -> bool:
         """Whether the run needs a pipeline of the workbench: it has another schedule than AFAB and 1F1B, or chunks, or
         stages written by hand, or keeps some activations, or its actions are recorded or logged, or it generates.

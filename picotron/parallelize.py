@@ -69,12 +69,11 @@ def build_model(
     stage = build_stage(config, model_config, pipeline, device, dtype, weights if whole else None)
     for name, parameter in unwrap(stage).named_parameters():  # before wrapping: frozen ones get no gradient buffers
         parameter.requires_grad_(not frozen(name))
-    compiles = device.type == "cuda" if config.training.compile is None else config.training.compile
     if config.model.float8:
         from picotron.model.float8 import use_float8
 
         use_float8(unwrap(stage))
-    if compiles:
+    if config.compiles:
         compile_model(unwrap(stage))
     if not whole:
         from picotron.data_parallel.zero3 import DataParallelZero3

@@ -76,7 +76,8 @@ gradient waits for that of the embedding. Not counted are other temporary tensor
 allocator rounds up and cannot use.
 
 A compiled layer saves as much with activation_checkpointing "selective" and "full", but F / tp numbers per token less
-with "none", because torch.compile computes silu(gate) again in backward.
+with "none", because torch.compile computes silu(gate) again in backward. The compiled loss needs the logits of a chunk
+and their gradient in the model's dtype.
 """
 
 import dataclasses
@@ -191,7 +192,7 @@ def attention_bytes(config: "Config", s: Sizes) -> int:
 def layer_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch without activation checkpointing."""
     norms = 2 * (norm_bytes(config, s, s.shard) + s.shard * s.number) + norm_bytes(config, s, s.normed, s.norms)
-    return s.tokens * (norms + attention_bytes(config, s) + 4 * s.F * s.number)
+    return s.tokens * (norms + attention_bytes(config, s) + (4 - config.compiles) * s.F * s.number)
 
 
 def layer_saves(config: "Config", s: Sizes) -> int:
@@ -204,7 +205,7 @@ def layer_saves(config: "Config", s: Sizes) -> int:
 def cheap_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves less per micro-batch with activation_checkpointing "selective"."""
     norms = s.pre_norm * 2 * norm_bytes(config, s, s.shard)  # of which x remains, and which free their results
-    return s.tokens * (norms + 2 * s.F * s.number)
+    return s.tokens * (norms + (2 - config.compiles) * s.F * s.number)
 
 
 def stage_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
@@ -241,7 +242,7 @@ def zero3_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: St
 
 def temporary_in_forward(config: "Config", s: Sizes, stage: Stage) -> int:
     """Bytes of temporary tensors in the forward of a stage: those of the head, or of a layer that saves only x."""
-    logit = s.wide + (s.number if s.number < s.wide else 0)
+    logit = 2 * s.number if config.compiles else s.wide + (s.number if s.number < s.wide else 0)
     logits = min(s.tokens, loss_chunk(config, s)) * s.vocabulary * logit
     head = stage.has_head * (s.tokens * s.D * s.number + logits)
     if config.training.activation_checkpointing != "full" or not stage.layers:

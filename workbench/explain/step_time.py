@@ -114,8 +114,7 @@ class Clock:
         self.hardware = hardware.in_step(self.layout.world_size)
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept
         self.tied_weights: bool = model.tie_word_embeddings
-        compiled = config.training.compile
-        self.compiled = not self.layout.use_cpu if compiled is None else compiled
+        self.compiled = config.compiles
         self.works: dict[tuple[int, bool, bool, str], Work] = {}
 
     def product(self, n: int, k: int) -> float:
