@@ -64,6 +64,7 @@ class MemoryRequest:
             schedule=SimpleNamespace(**schedule),
             model=SimpleNamespace(dtype=self.dtype, use_flash_attention=True),
             training=SimpleNamespace(**values),
+            compiles=True,
             needs_workbench=self.pp_size > 1 and self.pp_engine not in LOOPS,
         )
 

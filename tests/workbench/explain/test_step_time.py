@@ -195,3 +195,14 @@ def test_errors_of_published_runs_are_those_of_the_table() -> None:
     assert held_out.keys() == ERRORS.keys()
     for kind, each in held_out.items():
         assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
+
+
+def test_a_small_product_is_divided_among_the_processors() -> None:
+    """Of 132 processors, 1 tile has 16 parts of at most one wave: 132 times the time of a share, divided by 16."""
+    assert HARDWARE["H100"].waves(128, 128) == pytest.approx(132 / 16)
+    assert HARDWARE["H100"].waves(128 * 132, 128) == 1
+
+
+def test_one_rank_does_not_wait_for_a_slower_one() -> None:
+    alone, several = (HARDWARE["H100"].in_step(ranks).rate("bfloat16") for ranks in (1, 2))
+    assert several == pytest.approx(HARDWARE["H100"].pace * alone)

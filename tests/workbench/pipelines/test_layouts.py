@@ -2,8 +2,10 @@
 
 import pytest
 
+from conformance.oracle import tiny_llama
 from picotron.console import UserError
-from workbench.pipelines.layouts import parse_stages
+from picotron.model.flops import model_cost, part_costs
+from workbench.pipelines.layouts import parse_stages, stage_weights
 
 
 @pytest.mark.parametrize(
@@ -33,9 +35,17 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
         ("tt|tL", "has 0 E"),
         ("Etx|ttL", r"pp_layout='Etx\|ttL' at character 3, 'x'"),
         ("E((t*1000)*1000)*1000|L", "a repetition has up to 10000 symbols"),
+        ("Ettt*0|L", r"character 5, '\*0'"),
         ("E((t|ttL", "lacks 2 closing parentheses at its end"),
     ],
 )
 def test_parse_stages_rejects_bad_text(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_stages(text, num_layers=3, num_stages=2)
+
+
+def test_the_weights_of_stages_are_their_shares_of_the_flops() -> None:
+    model, stages = tiny_llama(num_hidden_layers=3), parse_stages("Ett|tL", 3, 2)
+    first, last = stage_weights(model, stages, 16, pp=2)
+    whole, layer = model_cost(model, 16).flops, part_costs(model, 16)[0].flops
+    assert (first, last) == pytest.approx((2 * 2 * layer / whole, 2 * (1 - 2 * layer / whole)))

@@ -55,6 +55,8 @@ def steps(name: str) -> dict[str, Any]:
     found["gradients"] = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
     evaluation = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims)
     found["evaluation"] = evaluation(x, target=target, **batch)
+    along = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims, output_dim=1)
+    found["joined along T"] = along(x, target=target, **batch)
 
     stage = stages_and_batch(1)[0][rank]
     specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
@@ -81,6 +83,7 @@ def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -
     assert_close(torch.stack(last["found"]["losses"]), torch.stack(last["right"]["losses"]).detach())
     assert_close(last["found"]["output"], last["right"]["output"])
     assert_close(last["found"]["evaluation"], last["right"]["output"])
+    assert_close(last["found"]["joined along T"], torch.cat(last["right"]["output"].chunk(M), 1))
 
 
 def uneven() -> None:

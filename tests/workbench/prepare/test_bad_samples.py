@@ -31,6 +31,7 @@ EMPTY = {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "conte
     [
         ({"q": "a"}, None, {}, r"completion_column='a' has no text there; use one of \['q'\]"),
         ([1], None, {}, "found a list"),
+        ({"q": "a", "a": "\udfff"}, None, {}, "unpaired surrogate"),
         ({"chat": messages([("user", "a")])}, CHATML, CHAT, "no message has the role 'assistant'"),
         (
             {"chat": messages([("user", "a"), ("assistant", "a")])},

@@ -1,5 +1,6 @@
 """The checker: a schedule that cannot run is rejected with a message that names the fault."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ FAULTS = [
     (["1F0,1B0", "0F0,0B0"], "pp rank 0 has 1F0, but stage 1 is on pp rank 1 (loop placement)"),
     (["0F0,0F2,0B0,0B2", "1F0,1F2,1B0,1B2"], "pp rank 0 lacks 0F1, the forward of micro-batch 1 through stage 0"),
 ]
+
+
+def test_a_micro_batch_too_many_is_a_fault() -> None:
+    more = schedule_of("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+    with pytest.raises(UserError, match="pp rank 0 has 0F1, but the schedule has 2 stages and 1 micro-batches"):
+        check(dataclasses.replace(more, micro_batches=1))
 
 
 @pytest.mark.parametrize(("lines", "message"), FAULTS)

@@ -55,14 +55,14 @@ def extract(folder: Path, *words: str) -> dict[str, dict[str, str]]:
 def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Path) -> None:
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
-    records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5}
+    records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5, "memory_gb": 2.5}
     job(tmp_path / "dp2_tp2", records, "completed")
     assert extract(tmp_path)["dp2_tp2"] == {
         "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
         "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
         "step": "7", "total_train_steps": "9", "final_loss": "3", "eval_loss": "6.5", "bits_per_byte": "2.5",
         "mean_tokens_per_second_per_gpu": str(fmean(rates[3:])), "median_tokens_per_second_per_gpu": str(median(rates[3:])),
-        "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "1.7", "problem": "",
+        "mfu": str(fmean([0.13, 0.14, 0.15, 0.16])), "memory_gb": "2.5", "problem": "",
         "forecast_tokens_per_second_per_gpu": "", "forecast_mfu": "", "forecast_memory_gb": "",
     }  # fmt: skip
     row = extract(tmp_path, "--warmup", "6")["dp2_tp2"]
@@ -74,6 +74,7 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
     for name, records in (("measured", [record(i, 100.0) for i in range(1, 6)]), ("waiting", None)):
         new_job = job(tmp_path / name, records)
         new_job.forecast_file.write_text(json.dumps(forecast))
+    job(tmp_path / "faster", None).forecast_file.write_text(json.dumps(forecast | {"tokens_per_second_per_gpu": 220.0}))
     broken = job(tmp_path / "broken", [record(1, 100.0)])
     broken.forecast_file.write_text("{")
     rows = extract(tmp_path)
@@ -83,6 +84,7 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["measured", "100", "110", "+10.0%", "1.500", "0.750", "-50.0%"] in lines
     assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
+    assert [line[0] for line in lines if line[:1] and line[0] in rows][:3] == ["faster", "measured", "waiting"]
 
 
 def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
     assert str(tmp_path) not in text
     assert "dp 2 x pp 1 x cp 1 x tp 1" in text
     keys = json.loads(text.partition("```json")[2].partition("```")[0])
+    assert not keys.keys() & {"checkpoint", "logging", "environment"}
     assert keys["dataset"]["mixture"] == {"*.jsonl": 2.0, "somebody/texts": 1.0}
 
     (folder / "README.md").write_text("edited")
