@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,11 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
         def checker(adapter: str) -> Checker:
             return stack.enter_context(Checker(Path(adapter).resolve(), trace=True))
 
-        def run(adapter: str, chapter: str, layout: str, old: str = "", new: str = "") -> Row:
+        def run(adapter: str, chapter: str, layout: str, old: str = "", new: str = "", **changes: Any) -> Row:
             source = Path(adapter).read_text()
             assert not old or source.count(old) == 1
             variant.write_text(source.replace(old, new) if old else source)
-            return checker(adapter).check(chapter, layout, adapter=variant)
+            return checker(adapter).check(chapter, layout, adapter=variant, **changes)
 
         yield run
 
@@ -97,8 +98,8 @@ def run("""
 
 @pytest.mark.processes
 def test_a_tensor_that_is_less_accurate_than_bfloat16_is_named(check: Check) -> None:
-    assert re.match(r"traced: [1-9]\d+ tensors are as accurate", check(FSDP, "mixed", "dp2").trace)
-    row = check(FSDP, "mixed", "dp2", "\n\ndef run(", NORM)
+    assert re.match(r"traced: [1-9]\d+ tensors are as accurate", check(FSDP, "mixed", "dp2", last_step=1).trace)
+    row = check(FSDP, "mixed", "dp2", "\n\ndef run(", NORM, last_step=1)
     assert row.verdict == "differs"
     assert "step 1: model.layers.0.input_layernorm output on ranks 0, 1 is less accurate than it must be" in row.trace
 
