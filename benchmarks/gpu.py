@@ -73,7 +73,7 @@ def metrics_of(dtype: str, on_gpu: bool, folder: str) -> list[dict[str, float]]:
     """Train 6 steps with train.py, uncompiled, and return the metrics."""
     command = [sys.executable, "train.py", "--config", "docs/small.json", "--checkpoint.save_dir", folder]
     command += ["--model.dtype", dtype, "--training.compile", "false", "--distributed.use_cpu", str(not on_gpu).lower()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 

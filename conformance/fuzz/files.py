@@ -152,7 +152,7 @@ def own_batch(case: Case, sequences: int, step: int) -> dict[str, Any]:
         weights = torch.rand(sequences, length, generator=generator, dtype=torch.float64)
         batch["target_weights"] = weights * (torch.rand(sequences, 1, generator=generator) < 0.7)
         if data["loss"] == "cross_entropy":
-            targets[batch["target_weights"] == 0] = vocab  # an id that the model does not know, and need not
+            targets[batch["target_weights"] == 0] = vocab  # no id of the model, which is allowed there
     if data["documents"]:
         starts = torch.rand(sequences, length, generator=generator) < 0.3
         starts[:, 0] = True

@@ -198,7 +198,7 @@ def test_errors_of_published_runs_are_those_of_the_table() -> None:
 
 
 def test_a_small_product_is_divided_among_the_processors() -> None:
-    """Of 132 processors, 1 tile has 16 parts of at most one wave: 132 times the time of a share, divided by 16."""
+    """A single tile is divided into 16 parts, which 16 of the 132 processors compute at the same time."""
     assert HARDWARE["H100"].waves(128, 128) == pytest.approx(132 / 16)
     assert HARDWARE["H100"].waves(128 * 132, 128) == 1
 
