@@ -36,14 +36,15 @@ from typing import Any
 
 import torch
 
-from picotron.console import UserError, number, print_line
-from picotron.files import read_object, write_atomically
-from picotron.run.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
-from picotron.run.model_config import load_model_config
-from picotron.run.run_folder import new_archive_folder
+from picotron.console import UserError
+from workbench.console import number, print_line
 from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, usable
 from workbench.explain.measure import find_hardware
+from workbench.files import read_object, write_atomically
+from workbench.run.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
+from workbench.run.model_config import load_model_config
+from workbench.run.run_folder import new_archive_folder
 from workbench.sweep.combinations import (
     FLAGS,
     GLOBAL_BATCH,

@@ -8,11 +8,11 @@ its layers (pp_size), its matrices (tp_size) and, with the remaining factor of t
 With --chat, the user and a model that was trained on conversations take turns in the terminal.
 """
 
-import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
+import workbench.run.quiet_imports  # noqa: F401 -- before all that take long
 
 # isort: split
-from picotron.run.launch import exit_on_error
 from workbench.generation.program import main
+from workbench.run.launch import exit_on_error
 
 if __name__ == "__main__":
     exit_on_error(main)

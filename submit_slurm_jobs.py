@@ -15,9 +15,10 @@ from collections import Counter
 from pathlib import Path
 
 from picotron.config import Config
-from picotron.console import UserError, number, print_line
-from picotron.files import write_atomically
-from picotron.run.config_reader import load_config
+from picotron.console import UserError
+from workbench.console import number, print_line
+from workbench.files import write_atomically
+from workbench.run.config_reader import load_config
 from workbench.sweep.jobs import ACTIVE, STATUSES, Job, find_jobs
 from workbench.sweep.local_jobs import run_local_jobs
 from workbench.sweep.slurm import (

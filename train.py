@@ -4,7 +4,7 @@ This file is the table of contents of a run: config, process groups, data, model
 Each rank of the layout is a new process, which this one starts. On several machines, torchrun starts them.
 """
 
-import picotron.run.quiet_imports  # noqa: F401 -- before all that take long
+import workbench.run.quiet_imports  # noqa: F401 -- before all that take long
 
 # isort: split
 import logging
@@ -20,26 +20,25 @@ from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
-from picotron.data.token_files import Prepare, has_token_files, load_data, targets_and_bytes
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import make_optimizer, update_weights
-from picotron.parallelize import build_model, unwrap
+from picotron.optimizer import make_scheduler, update_weights
+from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import (
     PipelineParallel,
+    Step,
     evaluate_pipeline,
+    train_step,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from picotron.pipeline_parallel.stages import format_stages, plan_stages
-from picotron.pipeline_parallel.train_step import Step, train_step
+from picotron.pipeline_parallel.stages import plan_stages
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import find_checkpoint
-from picotron.run.checkpoint.writer import CheckpointWriter
-from picotron.run.config_reader import parse_command_line, parse_config
-from picotron.run.launch import (
+from workbench.run.checkpoint.checkpoint import find_checkpoint
+from workbench.run.checkpoint.writer import CheckpointWriter
+from workbench.run.config_reader import parse_command_line, parse_config
+from workbench.run.launch import (
     StopSignals,
     exit_after_signal,
     exit_on_error,
@@ -47,11 +46,12 @@ from picotron.run.launch import (
     set_up_device,
     set_up_logging,
 )
-from picotron.run.layout_checks import check_run
-from picotron.run.metrics import Metrics, evaluation_record
-from picotron.run.progress import Progress
-from picotron.run.ranks import run_ranks
-from picotron.run.run_folder import begin_run, claim_save_dir
+from workbench.run.layout_checks import check_run, format_stages
+from workbench.run.metrics import Metrics, Progress, evaluation_record
+from workbench.run.ranks import run_ranks
+from workbench.run.rows import data_fingerprint, targets_and_bytes
+from workbench.run.run_folder import begin_run, claim_save_dir
+from workbench.run.token_files import Prepare, has_token_files, load_data
 
 
 def check(config: Config) -> tuple[PreTrainedConfig, Any]:
@@ -111,6 +111,14 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     # Process groups of the layout.
     init_process_group(config, device, model_config, plan and plan.identity)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+
+    # The algorithms: those of picotron/, or if the config names others, a table that has these, too.
+    if config.needs_variants:
+        from workbench.variants.choose import build_model, make_optimizer, split_train_eval
+    else:
+        from picotron.optimizer import make_optimizer
+        from picotron.parallelize import build_model  # type: ignore[assignment]  # has no `frozen`
+        from workbench.run.rows import split_train_eval
 
     # Data: token files, which all ranks map into memory. A checkpoint stores the position to resume from.
     checkpoint = find_checkpoint(config, model_config)

@@ -30,15 +30,16 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.model.placement import placement
 from picotron.model.weights import initial_weights, read_owned_weights
-from picotron.optimizer.optimizer import AdamW
-from picotron.parallelize import build_model, unwrap
+from picotron.optimizer import AdamW
+from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import Checkpoint
-from picotron.run.checkpoint.writer import CheckpointWriter
-from picotron.run.progress import Progress
-from picotron.run.run_folder import checkpoint_folder
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.prepare.tokens import train_bpe
+from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.writer import CheckpointWriter
+from workbench.run.metrics import Progress
+from workbench.run.run_folder import checkpoint_folder
+from workbench.variants.choose import build_model
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
 MODEL = model_config() if TINY else LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state

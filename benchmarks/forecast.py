@@ -23,13 +23,14 @@ from typing import Any
 from transformers import LlamaConfig
 
 from picotron.config import Config
-from picotron.console import text_table
-from picotron.model.flops import PEAK_BF16_FLOPS, model_cost
-from picotron.run.config_reader import parse_config
+from picotron.model.families import model_cost
+from workbench.console import text_table
 from workbench.explain.forecast_errors import ERRORS, Errors, gpus, kinds_of
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.step_time import Clock, Forecast, forecast
 from workbench.pipelines.engine import plan_pipeline
+from workbench.run.config_reader import parse_config
+from workbench.run.metrics import PEAK_BF16_FLOPS
 
 RUNS = Path(__file__).with_name("published.json")
 LAYOUTS = Path(__file__).with_name("layouts.json")  # many layouts of one model on one number of GPUs

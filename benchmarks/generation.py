@@ -22,9 +22,9 @@ from benchmarks.workload import (
     stage_of,
     with_initial_weights,
 )
-from picotron.run.launch import keep_freed_memory
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
+from workbench.run.launch import keep_freed_memory
 
 PROMPT, NEW = (16, 8) if TINY else (512, 128) if ON_GPU else (64, 32)  # tokens
 

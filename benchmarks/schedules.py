@@ -10,7 +10,7 @@ from functools import partial
 from benchmarks.side_by_side import Variant, check_same_losses, gather, measure, print_markdown
 from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
 from benchmarks.workload import TINY, arguments, device_of, picotron_step, require_gpus, training_of
-from picotron.console import number
+from workbench.console import number
 from workbench.pipelines import executor
 from workbench.pipelines.planning import training_schedule
 from workbench.pipelines.recorder import Recorder

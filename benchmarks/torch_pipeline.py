@@ -46,7 +46,9 @@ class TorchStage(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         (llama,) = self.llama
         with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
-            y = llama.run_layers(llama.embed(x) if self.embedding else x, self.positions, self.layers)
+            y = llama.run_layers(
+                llama.embed(x) if self.embedding else x, self.positions, self.layers, llama.attention_fn
+            )
             if self.head is not None:
                 return llama.logits_or_loss(y, targets)
             return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send

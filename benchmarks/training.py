@@ -48,11 +48,11 @@ from benchmarks.workload import (
     transformers_model,
     transformers_step,
 )
-from picotron.model.flops import model_cost
+from picotron.model.families import model_cost
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights, materialise
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.metrics import peak_flops
+from workbench.run.metrics import peak_flops
 
 RANKS = 2
 LENGTHS = (32, 128) if TINY else (2048, 8192)  # of the sequences of context parallelism

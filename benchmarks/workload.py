@@ -18,20 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
-from picotron.console import number
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
+from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.weights import initial_weights
-from picotron.optimizer.optimizer import AdamW, update_weights
-from picotron.parallelize import build_model
-from picotron.pipeline_parallel.train_step import Step
+from picotron.optimizer import AdamW, update_weights
+from picotron.pipeline_parallel.pipeline_parallel import Step
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.config_reader import parse_config
-from picotron.run.launch import keep_freed_memory
-from picotron.run.metrics import global_mean
+from workbench.console import number
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
+from workbench.run.config_reader import parse_config
+from workbench.run.launch import keep_freed_memory
+from workbench.run.metrics import global_mean
+from workbench.variants.choose import build_model
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments
@@ -103,7 +102,7 @@ def model_of(
     layout, shape = config.distributed, model_config(layers, config.training.seq_length)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     weights = initial_weights(shape, config.training.seed)
-    with mock.patch("picotron.parallelize.DataParallelBucket", wrapper):
+    with mock.patch("workbench.variants.choose.DataParallelBucket", wrapper):
         return build_model(config, shape, plan_pipeline(config, shape).wrap, device, dtype, weights)
 
 

@@ -54,11 +54,11 @@ CONTEXT_PARALLEL = "picotron/context_parallel/context_parallel.py"
 BLOCKS, LEARNING_RATE = "picotron/context_parallel/block_attention.py", "picotron/optimizer/learning_rate.py"
 RING = "picotron/context_parallel/cp_communications.py"
 LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "workbench/own_loops/batches.py", "picotron/data/loader.py"
-CHECKPOINT, WRITER = "picotron/run/checkpoint/checkpoint.py", "picotron/run/checkpoint/writer.py"
-SAFETENSORS = "picotron/run/checkpoint/safetensors_folder.py"
+CHECKPOINT, WRITER = "workbench/run/checkpoint/checkpoint.py", "workbench/run/checkpoint/writer.py"
+SAFETENSORS = "workbench/run/checkpoint/safetensors_folder.py"
 CACHE, SAMPLING = "workbench/generation/kv_cache.py", "workbench/generation/sampling.py"
 ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/schedules.py"
-CONFIG_CHECKS, RUN_FOLDER = "picotron/run/config_conflicts.py", "picotron/run/run_folder.py"
+CONFIG_CHECKS, RUN_FOLDER = "workbench/run/config_conflicts.py", "workbench/run/run_folder.py"
 LOCAL_JOBS, JOBS = "workbench/sweep/local_jobs.py", "workbench/sweep/jobs.py"
 ADAPTER = "conformance/adapters/picotron.py"
 PLAIN_TP, TORCH_FSDP = "conformance/adapters/plain_tp.py", "conformance/adapters/torch_fsdp.py"
@@ -336,29 +336,29 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
-        SAFETENSORS, "            os.fsync(file.fileno())\n", "", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
+        SAFETENSORS, "            os.fsync(file.fileno())\n", "", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "files_not_flushed": Mistake("picotron/files.py", "            os.fsync(file.fileno())\n", "", ("tests/picotron/test_files.py",)),
     "keeps_one_fewer": Mistake(
-        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
+        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "final_name_too_early": Mistake(
-        "picotron/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/picotron/run/checkpoint/test_checkpoint_writer.py",)
+        "picotron/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "checksums_not_compared": Mistake(
-        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/picotron/run/checkpoint/test_checkpoint_mistakes.py",)
+        SAFETENSORS, "if checksum.hexdigest() != expected.xxh3:", "if False:", ("tests/workbench/run/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "ranges_checked_by_nobody": Mistake(
-        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/picotron/run/checkpoint/test_checkpoint_mistakes.py",)
+        CHECKPOINT, "all_ranges[share::shares]", "all_ranges[share : share + 1]", ("tests/workbench/run/checkpoint/test_checkpoint_mistakes.py",)
     ),
     "records_after_the_checkpoint_stay": Mistake(
-        RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/picotron/run/test_metrics.py",)
+        RUN_FOLDER, 'if record["step"] <= (resumed_step or 0)]', "]", ("tests/workbench/run/test_metrics.py",)
     ),
     "earlier_checkpoints_stay": Mistake(
-        RUN_FOLDER, "(resumed_step is None or int(match[1]) > resumed_step)]", "int(match[1]) == resumed_step]", ("tests/picotron/run/test_metrics.py",)
+        RUN_FOLDER, "(resumed_step is None or int(match[1]) > resumed_step)]", "int(match[1]) == resumed_step]", ("tests/workbench/run/test_metrics.py",)
     ),
     "stop_signal_of_own_rank": Mistake(
-        "picotron/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/picotron/run/checkpoint/test_resume.py",)
+        "workbench/run/metrics.py", "return record, int(any_stop)", "return record, int(stop)", ("tests/workbench/run/checkpoint/test_resume.py",)
     ),
     # ----------------------------------------------------------------------------------------------------- generation
     "every_token_is_the_first": Mistake(
@@ -397,9 +397,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ----------------------------------------------------------------------------- config, sweeps, plans and forecasts
     "check_of_decay_forgotten": Mistake(
-        CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/picotron/run/test_config.py",)
+        CONFIG_CHECKS, 'if training.decay_steps and training.lr_scheduler != "wsd":', "if False:", ("tests/workbench/run/test_config.py",)
     ),
-    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/picotron/run/test_config.py",)),
+    "unknown_keys_accepted": Mistake("picotron/config.py", 'extra="forbid"', 'extra="ignore"', ("tests/workbench/run/test_config.py",)),
     "duplicate_keys_accepted": Mistake("picotron/files.py", "    if len(data) < len(pairs):", "    if False:", ("tests/workbench/prepare/test_documents.py",)),
     "layouts_with_fewer_processes": Mistake(
         "workbench/sweep/combinations.py", "if math.prod(layout.values()) in world_sizes]", "if math.prod(layout.values()) <= max(world_sizes)]",
@@ -430,7 +430,7 @@ MISTAKES: dict[str, Mistake] = {
         ADAPTER, "weights = weights_of(batch)\n", "weights = torch.ones_like(batch['target_ids']).double()\n", ("evaluation dp2",)
     ),
     "evaluations_summed": Mistake(
-        "picotron/run/metrics.py", "    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)\n", "    all_reduce(mean, grid.cp_dp_group)\n", FUZZ
+        "workbench/run/metrics.py", "    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)\n", "    all_reduce(mean, grid.cp_dp_group)\n", FUZZ
     ),
     # ------------------------------------------------------------ trainers in plain torch, the examples of conformance
     "ddp: forgotten_all_reduce": Mistake(DDP, "dist.all_reduce(parameter.grad)", "pass", ("step dp2",)),

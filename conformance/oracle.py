@@ -16,11 +16,11 @@ from conformance.models import small_config as tiny_llama
 from conformance.models import with_exact_norms
 from conformance.reference import adamw, train
 from picotron.config import Config, Training
-from picotron.data.rows import TextRows
+from picotron.data.loader import TextRows
 from picotron.model.llama import Llama
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, initial_weights, materialise
-from picotron.run.config_reader import parse_config
+from workbench.run.config_reader import parse_config
 
 __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")

@@ -13,22 +13,22 @@ from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
-from picotron.parallelize import build_model, unwrap
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.train_step import Step
+from picotron.optimizer import clip_grad_norm, make_scheduler
+from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import Checkpoint
-from picotron.run.checkpoint.writer import CheckpointWriter
-from picotron.run.progress import Progress
 from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
+from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.writer import CheckpointWriter
+from workbench.run.metrics import Progress
+from workbench.run.rows import data_fingerprint
+from workbench.variants.choose import build_model, make_optimizer
 
 CPU = torch.device("cpu")
 

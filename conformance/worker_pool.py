@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from picotron import process_group_manager
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.run.start_method import START_METHOD
+from workbench.run.start_method import START_METHOD
 
 CONTEXT = multiprocessing.get_context("forkserver" if START_METHOD == "fork" else START_METHOD)
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])

@@ -19,19 +19,20 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config
-from picotron.console import UserError, number
-from picotron.data.token_files import check_tokenizer
+from picotron.console import UserError
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.run.checkpoint.safetensors_folder import find_folder
-from picotron.run.config_reader import config_parser, load_config
-from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.run.model_config import load_model_config
-from picotron.run.ranks import run_ranks
 from picotron.tensor_parallel.tp_communications import reduce_from_ranks
+from workbench.console import number
 from workbench.generation.prompts import Encoder
 from workbench.own_loops.batches import Batch
 from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
 from workbench.prepare.tokens import read_tokenizer
+from workbench.run.checkpoint.safetensors_folder import find_folder
+from workbench.run.config_reader import config_parser, load_config
+from workbench.run.launch import exit_on_error, set_up_logging
+from workbench.run.model_config import load_model_config
+from workbench.run.ranks import run_ranks
+from workbench.run.token_files import check_tokenizer
 
 
 def divergence(head: Any, x: Tensor, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -24,11 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from picotron.config import Config
-from picotron.console import UserError, number
+from picotron.console import UserError
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.run.config_reader import config_parser, load_config
-from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.run.ranks import run_ranks
+from workbench.console import number
 from workbench.generation.prompts import prompt_in
 from workbench.own_loops.batches import Batch, sum_over_sequence
 from workbench.own_loops.log_probs import log_probs
@@ -47,6 +45,9 @@ from workbench.prepare.conversations import messages_of
 from workbench.prepare.documents import WEIGHT, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
+from workbench.run.config_reader import config_parser, load_config
+from workbench.run.launch import exit_on_error, set_up_logging
+from workbench.run.ranks import run_ranks
 
 logger = logging.getLogger("picotron")
 

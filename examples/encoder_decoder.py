@@ -33,17 +33,17 @@ from transformers import T5Config, T5ForConditionalGeneration
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.console import Parser, UserError, number, print_line
+from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import AdamW, update_weights
+from picotron.optimizer import AdamW, make_scheduler, update_weights
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.config_reader import parse_config
-from picotron.run.launch import exit_on_error, init_process_group, set_up_device
+from workbench.console import Parser, number, print_line
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline
+from workbench.run.config_reader import parse_config
+from workbench.run.launch import exit_on_error, init_process_group, set_up_device
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build, forward_only
 

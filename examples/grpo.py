@@ -37,12 +37,8 @@ from torch import Tensor
 
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
-from picotron.console import UserError, number, print_line
-from picotron.run.config_reader import config_parser, load_config
-from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.run.model_config import end_tokens
-from picotron.run.ranks import run_ranks
-from picotron.run.run_folder import COMPLETIONS, user_error_on_failure
+from picotron.console import UserError
+from workbench.console import number, print_line
 from workbench.generation.prompts import Encoder, prompt_of
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
@@ -61,6 +57,11 @@ from workbench.own_loops.trainer import (
 from workbench.pipelines.engine import check_run
 from workbench.prepare.documents import load_documents
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
+from workbench.run.config_reader import config_parser, load_config
+from workbench.run.launch import exit_on_error, set_up_logging
+from workbench.run.model_config import end_tokens
+from workbench.run.ranks import run_ranks
+from workbench.run.run_folder import COMPLETIONS, user_error_on_failure
 
 logger = logging.getLogger("picotron")
 

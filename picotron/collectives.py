@@ -1,6 +1,6 @@
 """Collectives that skip groups of one rank or pass on errors, and the dtype in which sums are accumulated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -58,32 +58,6 @@ def start_gather_of_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Wor
     if dist.get_world_size(group) == 1:
         return None
     return all_gather_single(buffer, buffer[own_slice(buffer, group)], group=group, async_op=True)
-
-
-def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Check that every rank of a group has the same tensors, by a sum of the bits of each. Tensors without values, such
-    as those on the meta device, are skipped.
-
-    Raises:
-        UserError: a tensor differs, with its name.
-    """
-    memory = {name: x.untyped_storage() for name, x in tensors.items()}
-    held = [name for name, each in memory.items() if each.device.type != "meta" and each.nbytes() > 0]
-    if dist.get_world_size(group) == 1 or not held:
-        return
-    sums = []
-    for x in (tensors[name].detach() for name in held):
-        bits = x.flatten().view(getattr(torch, f"int{8 * min(x.itemsize, 8)}"))
-        # Integers that wrap around have the same sum in any order, and in their own dtype it is fast.
-        sums.append(bits.sum(dtype=bits.dtype).to(tensors[held[0]].device, torch.int64))
-    largest = torch.stack([torch.stack(sums), -torch.stack(sums)])
-    all_reduce(largest, group, dist.ReduceOp.MAX)
-    for name, differs in zip(held, (largest[0] != -largest[1]).tolist(), strict=True):  # waits for the GPU only once
-        if differs:
-            raise UserError(
-                f"{name} differs between ranks {dist.get_process_group_ranks(group)}, which must start with equal weights; "
-                f"load the same file on all of them, or call torch.manual_seed before the model is built"
-            )
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -6,6 +6,7 @@
 
 import json
 import math
+import operator
 import re
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,12 @@ NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Processes = Annotated[int, Field(gt=0, le=4096)]
 Weight = Annotated[float, Field(gt=0, le=1e18)]  # so that a sum of weights is finite
 PP_ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev", "v_min", "auto")
+
+VARIANT_KEYS = (  # which select from the table in workbench/variants
+    "distributed.dp_engine", "distributed.cp_engine", "model.float8", "model.use_flash_attention",
+    "training.optimizer_states", "training.activation_checkpointing", "dataset.mask_documents", "dataset.eval_name",
+    "dataset.prompt_column", "dataset.completion_column", "dataset.messages_column",
+)  # fmt: skip
 
 
 def check_engine(name: str) -> str:
@@ -310,6 +317,11 @@ class Config(Section):
         other = layout.pp_engine not in ("afab", "1f1b") or watches
         generates = self.logging.sample_prompt is not None
         return bool(layout.pp_size > 1 and other) or self.schedule != Schedule() or generates
+
+    @property
+    def needs_variants(self) -> bool:
+        """Whether the run has another algorithm than those of picotron/, see workbench/variants."""
+        return any(operator.attrgetter(key)(self) != default_of(key) for key in VARIANT_KEYS)
 
     def for_data(self, name: str, tokenizer: str | None, split: str | None = None) -> "Config":
         """Return the config with another data set, of which all documents are read, and with a tokenizer."""

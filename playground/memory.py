@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from picotron.model.flops import model_cost
+from picotron.model.families import model_cost
 from playground.requests import FieldError, of_field
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.planning import plan_pipeline

@@ -22,10 +22,11 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picotron.console import UserError, text_table
-from picotron.files import read_object, write_atomically
-from picotron.run.start_method import START_METHOD
+from picotron.console import UserError
 from puzzles.catalogue import PUZZLES, Puzzle, find
+from workbench.console import text_table
+from workbench.files import read_object, write_atomically
+from workbench.run.start_method import START_METHOD
 
 if TYPE_CHECKING:
     from conformance.worker_pool import WorkerPool

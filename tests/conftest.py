@@ -14,8 +14,10 @@ import torch.distributed as dist
 from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
+from picotron.config import Distributed
 from tests.support import checkpoints
 from tests.support.samples import write_tokenizer
+from workbench.explain.fake_group import fake_rank
 from workbench.prepare.tokens import train_bpe
 from workbench.sweep.jobs import Job
 
@@ -57,6 +59,13 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    """Let this process be the only rank of a layout."""
+    with fake_rank(0, Distributed()):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from picotron.console import UserError
-from picotron.files import parse_json, read_object
-from picotron.run.checkpoint.checkpoint import read_state
-from picotron.run.checkpoint.safetensors_folder import SafetensorsFolder
-from picotron.run.run_folder import read_records
+from workbench.files import parse_json, read_object
 from workbench.pipelines.layouts import parse_stages
+from workbench.run.checkpoint.checkpoint import read_state
+from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder
+from workbench.run.run_folder import read_records
 from workbench.schedules.schedule_csv import read_csv
 from workbench.schedules.trace import read_settings, read_trace
 

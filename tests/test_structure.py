@@ -13,7 +13,6 @@ PARALLEL = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_pa
 # imports only from lower lines, or from itself.
 LAYERS = """
     picotron.console
-    picotron.files
     picotron.config
     picotron.process_group_manager picotron.collectives
     picotron.model
@@ -21,8 +20,10 @@ LAYERS = """
     picotron.data picotron.optimizer
     picotron.pipeline_parallel
     picotron.parallelize
-    picotron.run
 
+    workbench.console workbench.files
+    workbench.run
+    workbench.variants
     workbench.schedules workbench.prepare workbench.export
     workbench.drawing workbench.pipelines
     workbench.own_loops workbench.generation
@@ -30,24 +31,6 @@ LAYERS = """
     workbench.sweep
 """
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
-# Other algorithms for what the book's files do, which only configs that ask for them import.
-VARIANTS = {
-    f"picotron.{name}"
-    for name in [
-        "data_parallel.zero1",
-        "data_parallel.zero3",
-        "context_parallel.all_gather",
-        "context_parallel.packed",
-        "context_parallel.ulysses",
-        "model.float8",
-        "model.packed",
-        "model.recompute",
-        "optimizer.bfloat16_states",
-        "tensor_parallel.overlapped",
-        "data.samples",
-        "data.whole",
-    ]
-}
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -93,16 +76,9 @@ def test_parallel_folders_do_not_import_each_other() -> None:
             assert rooms(path) & {f"picotron.{name}" for name in PARALLEL} <= {room}, path
 
 
-def test_the_book_imports_variants_only_inside_of_functions() -> None:
-    for path in [*Path("picotron").rglob("*.py"), Path("train.py")]:
-        found = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
-        if ".".join(path.with_suffix("").parts) not in VARIANTS:
-            assert not found & VARIANTS, path
-
-
 def test_schedules_import_only_the_standard_library() -> None:
     """So schedules can be built, checked, timed and drawn wherever Python runs."""
-    allowed = {"picotron.console", "picotron.files", "workbench.schedules", "workbench.drawing"}
+    allowed = {"picotron.console", "workbench.console", "workbench.files", "workbench.schedules", "workbench.drawing"}
     for path in [*Path("workbench/schedules").glob("*.py"), *Path("workbench/drawing").glob("*.py")]:
         others = {name.split(".")[0] for name in imports(path)} - {"picotron", "workbench"}
         assert others <= sys.stdlib_module_names, path

@@ -11,11 +11,12 @@ import os
 import shutil
 from pathlib import Path
 
-from picotron.console import Parser, UserError, print_line
-from picotron.files import new_folder
-from picotron.run.checkpoint.checkpoint import STATE_FILE, check_files, read_state
-from picotron.run.launch import exit_on_error
-from picotron.run.run_folder import user_error_on_failure
+from picotron.console import UserError
+from workbench.console import Parser, print_line
+from workbench.files import new_folder
+from workbench.run.checkpoint.checkpoint import STATE_FILE, check_files, read_state
+from workbench.run.launch import exit_on_error
+from workbench.run.run_folder import user_error_on_failure
 
 STATES = ("exp_avg", "master", STATE_FILE)  # beginnings of the names of files that only training needs
 

@@ -84,7 +84,7 @@ for path, functions in PLACEHOLDERS.items():  # the model imports it even if it 
 MODULES: dict[str, Any] = {
     name.rpartition(".")[2]: importlib.import_module(name)
     for name in (
-        *("train", "picotron.process_group_manager", "picotron.model", "picotron.utils", "picotron.run.checkpoint"),
+        *("train", "picotron.process_group_manager", "picotron.model", "picotron.utils", "workbench.run.checkpoint"),
         *("picotron.tensor_parallel.tensor_parallel", "picotron.context_parallel.context_parallel"),
         *("picotron.pipeline_parallel.pipeline_parallel", "picotron.data_parallel.data_parallel"),
     )

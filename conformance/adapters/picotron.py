@@ -19,16 +19,16 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer.optimizer import update_weights
+from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
-from picotron.run.config_reader import parse_config
-from picotron.run.run_folder import checkpoint_folders
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, Trainer, set_up
 from workbench.pipelines.engine import check_run
+from workbench.run.config_reader import parse_config
+from workbench.run.run_folder import checkpoint_folders
 from workbench.schedules.schedules import SCHEDULES
 
 LAYOUTS = (

@@ -15,7 +15,7 @@ from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from picotron.config import Config
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.run.config_reader import override, parse_config
+from workbench.run.config_reader import override, parse_config
 
 VOCABULARY = 480  # of tokenizers
 

@@ -19,8 +19,9 @@ from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.optimizer.optimizer import AdamW, clip_grad_norm, make_optimizer
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
+from workbench.variants.choose import make_optimizer
 
 Case = dict[str, Any]
 Operation = list[Any]

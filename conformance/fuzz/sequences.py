@@ -13,11 +13,12 @@ from conformance.fuzz.cases import Case
 from conformance.fuzz.chat_templates import ENDLESS
 from conformance.fuzz.files import evaluated_of, records_of, tokenizer_of
 from picotron.config import Config
-from picotron.data.loader import HELD_OUT, epoch_order, split_train_eval
-from picotron.data.rows import Rows, Samples
-from picotron.data.token_files import map_token_files
-from picotron.run.model_config import load_model_config
+from picotron.data.loader import Rows, epoch_order
 from workbench.prepare.tokens import write_tokens
+from workbench.run.model_config import load_model_config
+from workbench.run.rows import HELD_OUT
+from workbench.run.token_files import Samples, map_token_files
+from workbench.variants.choose import split_train_eval
 
 
 class Document(NamedTuple):

@@ -12,9 +12,7 @@ from conformance.oracle import make_config, torch_adamw
 from conformance.training import CPU
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.data_parallel.zero3 import DataParallelZero3
-from picotron.optimizer.optimizer import AdamW, update_weights
+from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
@@ -23,6 +21,8 @@ from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.search import fastest_schedule
 from workbench.schedules.simulate import Costs
+from workbench.variants.zero1 import DataParallelZero1
+from workbench.variants.zero3 import DataParallelZero3
 
 D, V = 6, 11
 TRAINING = make_config(training__max_grad_norm=0.5, training__weight_decay=0.1).training

@@ -19,29 +19,28 @@ from conformance.fuzz.modules import train_stages
 from conformance.fuzz.programs import run_program
 from conformance.oracle import drawn_weights
 from conformance.training import Failure, all_stages, pipeline_of
-from picotron import parallelize
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, split_train_eval
-from picotron.data.token_files import load_data
-from picotron.data_parallel import zero1
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
+from picotron.optimizer import clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run import layout_checks
-from picotron.run.checkpoint.checkpoint import find_checkpoint
-from picotron.run.checkpoint.writer import CheckpointWriter
-from picotron.run.launch import check_world_size
-from picotron.run.metrics import global_mean
-from picotron.run.model_config import load_model_config
-from picotron.run.progress import Progress
 from workbench.own_loops.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import check_layout
 from workbench.prepare.tokens import prepare
+from workbench.run import layout_checks
+from workbench.run.checkpoint.checkpoint import find_checkpoint
+from workbench.run.checkpoint.writer import CheckpointWriter
+from workbench.run.launch import check_world_size
+from workbench.run.metrics import Progress, global_mean
+from workbench.run.model_config import load_model_config
+from workbench.run.rows import data_fingerprint
+from workbench.run.token_files import load_data
+from workbench.variants import choose
+from workbench.variants.choose import make_optimizer, split_train_eval
+from workbench.variants.zero1 import DataParallelZero1
 
 CPU = torch.device("cpu")
 
@@ -100,10 +99,10 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     else:
         pipeline, step, evaluate = pipeline_of(config, model_config, CPU, torch.float64)
     with (
-        mock.patch.object(parallelize, "DataParallelBucket", wrappers["DataParallelBucket"]),
-        mock.patch.object(zero1, "DataParallelZero1", wrappers["DataParallelZero1"]),
+        mock.patch.object(choose, "DataParallelBucket", wrappers["DataParallelBucket"]),
+        mock.patch.object(choose, "DataParallelZero1", wrappers["DataParallelZero1"]),
     ):
-        model = parallelize.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
+        model = choose.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
     llama = unwrap(model)
     for name, _ in llama.named_parameters():
         if case.get("looks") and name.endswith("proj.weight"):

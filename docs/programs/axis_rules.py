@@ -13,9 +13,9 @@ from pathlib import Path
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg
 from docs.solutions.axes import H100, NETWORK, NVLINK
 from picotron.config import Model
-from picotron.console import text_table
-from picotron.model.flops import part_parameters
-from picotron.run.model_config import load_model_config
+from picotron.model.families import part_parameters
+from workbench.console import text_table
+from workbench.run.model_config import load_model_config
 
 MODEL, RANKS, TOKENS = "docs/llama-3.1-8b", 8, 8192
 PLACES = {"NVLink": H100 / NVLINK, "network": H100 / NETWORK}  # FLOPs per byte

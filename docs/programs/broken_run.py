@@ -26,9 +26,9 @@ import train
 from conformance.examples.ring import Shift
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
-from picotron.pipeline_parallel.train_step import train_step
-from picotron.run.launch import exit_on_error
+from picotron.pipeline_parallel.pipeline_parallel import train_step
 from workbench.pipelines.executor import start_message
+from workbench.run.launch import exit_on_error
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -74,8 +74,8 @@ def damage(model: Any) -> None:
     next(model.parameters()).data[0, 0] = torch.nan
 
 
-def reversed_buckets(parameters: Any, group: dist.ProcessGroup, megabytes: float) -> list[Bucket]:
-    buckets = make_buckets(parameters, group, 1.0)
+def reversed_buckets(parameters: Any, megabytes: float) -> list[Bucket]:
+    buckets = make_buckets(parameters, 1.0)
     return buckets[::-1] if dist.get_rank() == 1 else buckets
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron.collectives import run_on_all_ranks
-from picotron.console import text_table
+from workbench.console import text_table
 
 NUMBERS = 2**20  # elements of the tensor whose bytes are counted: 4 MiB in float32
 

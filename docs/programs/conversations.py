@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from picotron.files import write_atomically
+from workbench.files import write_atomically
 from workbench.prepare.tokens import train_bpe
 
 MODULES = (math, random, statistics, textwrap)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from docs.programs.quickstart import quickstart, stage_of
 from picotron.config import Config
-from picotron.console import text_table
-from picotron.run.model_config import load_model_config
+from workbench.console import text_table
 from workbench.explain.explain import run_rank
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline
+from workbench.run.model_config import load_model_config
 
 MIB = 2**20
 CONFIG = quickstart()

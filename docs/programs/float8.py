@@ -6,9 +6,9 @@ python -m docs.programs.float8
 import torch
 
 from picotron.config import Model
-from picotron.console import text_table
-from picotron.model.float8 import E4M3, E5M2, float8_product, quantise
-from picotron.run.model_config import load_model_config
+from workbench.console import text_table
+from workbench.run.model_config import load_model_config
+from workbench.variants.float8 import E4M3, E5M2, float8_product, quantise
 
 
 def errors(k: int) -> list[str]:

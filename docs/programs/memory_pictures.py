@@ -15,12 +15,12 @@ from transformers import LlamaConfig, PreTrainedConfig
 from benchmarks.shapes import SHAPES
 from docs.programs.svg import LINE, TENSORS, WIDTH, Svg, main
 from picotron.config import Model
-from picotron.console import text_table
-from picotron.run.config_reader import parse_config
-from picotron.run.model_config import load_model_config
+from workbench.console import text_table
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.pipelines.engine import check_layout
+from workbench.run.config_reader import parse_config
+from workbench.run.model_config import load_model_config
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 FULL = {"activation_checkpointing": "full"}

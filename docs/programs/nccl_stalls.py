@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from benchmarks.torch_schedules import CLASSES, torch_programs
-from picotron.console import text_table
+from workbench.console import text_table
 from workbench.schedules.nccl_step import Communicators, simulate_nccl
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build

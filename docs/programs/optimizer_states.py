@@ -14,20 +14,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from picotron.config import Model
-from picotron.console import print_line, text_table
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights, materialise
-from picotron.optimizer import bfloat16_states
-from picotron.optimizer.bfloat16_states import Elements, random_bits, round_stochastically
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import make_optimizer, update_weights
+from picotron.optimizer import make_scheduler, update_weights
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.config_reader import parse_config
-from picotron.run.model_config import load_model_config
+from workbench.console import print_line, text_table
+from workbench.run.config_reader import parse_config
+from workbench.run.model_config import load_model_config
+from workbench.variants import bfloat16_states
+from workbench.variants.bfloat16_states import Elements, random_bits, round_stochastically
+from workbench.variants.choose import make_optimizer
 
 CPU, ROWS, COLUMNS = torch.device("cpu"), 64, 48
 PLACES = {  # of two ranks: what each holds of a matrix (ROWS, COLUMNS), and the numbers of these elements
@@ -106,7 +106,7 @@ def held_out_loss(kind: str, rate: float, seed: int) -> float:
     with torch.device("meta"):
         llama = Llama(model_config).bfloat16()
     materialise(llama, CPU, initial_weights(model_config, seed))
-    model: nn.Module = DataParallelNaive(llama)
+    model = DataParallelNaive(llama)
     optimizer = make_optimizer(model, config)
     scheduler, generator = make_scheduler(optimizer, config.training), torch.Generator().manual_seed(seed)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.console import print_line
-from picotron.run.config_reader import load_config
-from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.run.ranks import run_ranks
+from workbench.console import print_line
 from workbench.own_loops.batches import Batch, forward_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, set_up
+from workbench.run.config_reader import load_config
+from workbench.run.launch import exit_on_error, set_up_logging
+from workbench.run.ranks import run_ranks
 
 
 def focal_loss(head: Any, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from conformance.worker_pool import WorkerPool
 from docs.programs.collectives import COLLECTIVES, before_and_after
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
-from picotron.context_parallel.positions import local_positions, visible_blocks
+from picotron.context_parallel.context_parallel import local_positions, visible_blocks
 from picotron.model.placement import Shard, placement
 from workbench.drawing.draw_svg import lighter
 from workbench.explain.fake_group import fake_rank

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from docs.programs.python_pairs import all_pairs
-from picotron.files import write_atomically
+from workbench.files import write_atomically
 
 
 def main(path: str) -> None:

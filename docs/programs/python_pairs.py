@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from picotron.files import write_atomically
+from workbench.files import write_atomically
 from workbench.prepare.documents import python_stdlib
 
 CHARACTERS = range(80, 500)  # of a pair, so that it fits into a short sequence

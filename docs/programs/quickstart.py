@@ -11,11 +11,11 @@ import torch
 from picotron.config import Config, Training
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.weights import initial_weights
-from picotron.parallelize import build_model
-from picotron.run.config_reader import load_config
-from picotron.run.model_config import load_model_config
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.modules import LlamaStages
+from workbench.run.config_reader import load_config
+from workbench.run.model_config import load_model_config
+from workbench.variants.choose import build_model
 
 CPU = torch.device("cpu")
 

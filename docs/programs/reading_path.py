@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from picotron.console import text_table
+from workbench.console import text_table
 
 PATH = """
 train.py                                              train

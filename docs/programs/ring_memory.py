@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from conformance.worker_pool import WorkerPool
-from picotron.config import Distributed
-from picotron.console import text_table
 from picotron.context_parallel.context_parallel import attend_across_ranks
 from picotron.process_group_manager import setup_process_group_manager
 from steps import communication as comm
 from steps import llama, s9_cp
+from workbench.console import text_table
 
 
 def kept(attention: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int) -> tuple[float, float]:
@@ -40,7 +39,7 @@ def count(cp: int, length: int) -> tuple[float, float, float]:
     setup_process_group_manager(1, cp, 1, 1)
     comm.make_groups("cp", cp=cp)
     llama.LENGTH = length
-    picotron, _ = kept(attend_across_ranks(Distributed(cp_size=cp), llama.causal_attention), length // cp)
+    picotron, _ = kept(attend_across_ranks("zigzag"), length // cp)
     return *kept(s9_cp.ring_attention, length // cp), picotron
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.torch_schedules import CLASSES, torch_programs
 from benchmarks.zero_bubble import CASES
-from picotron.console import text_table
+from workbench.console import text_table
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build

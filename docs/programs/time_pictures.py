@@ -15,7 +15,6 @@ from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
 from docs.programs.tutor import LEVELS
-from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
@@ -82,7 +81,7 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
     config = quickstart(dp_size=dp)
     tokens, length = config.training.micro_batch_size * config.training.seq_length, config.training.seq_length
     with fake_rank(0, config.distributed):
-        stage, group = stage_of(config), pgm.process_group_manager.cp_dp_group
+        stage = stage_of(config)
         named = list(stage.module.named_parameters())[::-1]
         parts = []
         for name, parameter in named:
@@ -100,7 +99,7 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
             f"buckets of {bucket_mb} MiB, averaged while backward fills the next one": (bucket_mb, False),
         }
         works = {
-            title: backward_and_reductions(parts, make_buckets(parameters, group, megabytes), dp, waits)
+            title: backward_and_reductions(parts, make_buckets(parameters, megabytes), dp, waits)
             for title, (megabytes, waits) in variants.items()
         }
     left, row, panel = 100, 30, 2 * LINE + 76

@@ -8,7 +8,7 @@ activations in micro-batches in one stage, and `par` is the time of the Tutor's 
 
 from typing import NamedTuple
 
-from picotron.console import text_table
+from workbench.console import text_table
 from workbench.schedules.search import Found, Shape, fastest_schedule
 from workbench.schedules.simulate import Costs, simulate
 

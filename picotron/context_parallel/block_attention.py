@@ -5,16 +5,42 @@ the attention to all keys, they compute one block's contribution to the gradient
 in memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from picotron.collectives import accumulation_dtype
-from picotron.context_parallel.positions import Block, BlocksOf
 
 aten = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Queries of this rank and the keys of a rank to which they attend, in some rows of the batch."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    rows: slice = slice(None)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return the block's part of x (B, H, T/cp, ...), a tensor with an entry for each query of this rank."""
+        return x[self.rows, :, self.queries]
+
+    def of_keys(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the block's keys and values from kv (2, B, K, T/cp, d), which has all keys and values of a rank."""
+        return kv[0, self.rows, :, self.keys], kv[1, self.rows, :, self.keys]
+
+    @property
+    def new_shape(self) -> bool:
+        """Whether blocks of other micro-batches have other shapes, for which cuDNN would plan anew."""
+        return self.rows != slice(None)
+
+
+BlocksOf = Callable[[int, int], list[Block]]
+"""function of a cp rank and the number of tokens per rank, T/cp: `visible_blocks`, or `packed_blocks`"""
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -123,7 +149,7 @@ def blockwise_attention(q: Tensor, shards: Iterable[tuple[int, Tensor]], blocks_
 
     Args:
         shards: (cp rank, its keys and values (2, B, K, T/cp, d)) for all ranks, in any order.
-        blocks_of: see `positions.BlocksOf`.
+        blocks_of: see `BlocksOf`.
 
     Returns:
         The output (B, H, T/cp, d) in q's dtype, and the log-sum-exp (B, H, T/cp) in float32 or wider.

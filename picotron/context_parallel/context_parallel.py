@@ -1,15 +1,12 @@
 """Context parallelism: each rank holds T/cp tokens of every sequence, and only attention needs other ranks' tokens.
 
-In causal attention, a token attends to the keys and values of itself and of all tokens before it. Three engines
-provide them:
+In causal attention, a token attends to the keys and values of itself and of all tokens before it. In
+ring attention (Liu et al. 2023, arXiv:2310.01889), keys and values travel from rank to rank, and each rank attends to
+the shard that it has while the next one is on its way:
 
-    ring         keys and values travel from rank to rank; each rank attends to the shard that it has while the next
-                 one is on its way (Liu et al. 2023, arXiv:2310.01889)
-    all_gather   every rank gathers all keys and values, then attends to them, as in Llama 3 (arXiv:2407.21783, section
-                 3.3.2)
-    ulysses      an all-to-all turns a shard of the sequence with all heads, (B, H, T/cp, d), into the full sequence
-                 with a shard of the heads, (B, H/cp, T, d), and back after attention (Jacobs et al. 2023,
-                 arXiv:2309.14509)
+    cp rank 0 -> cp rank 1 -> cp rank 2 -> cp rank 3 -> cp rank 0
+
+After i steps, a rank has the tensors of the rank i places before it.
 
 The sharding decides how evenly the work is divided. If each rank holds consecutive tokens ("contiguous"), the first
 rank attends to its own shard only and the last rank to all shards: the last one has 2 cp - 1 times as much work, and
@@ -26,22 +23,97 @@ In the shapes below, H and K count the heads of a tp rank.
 """
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.config import Distributed
-from picotron.context_parallel.block_attention import accumulate_gradients, blockwise_attention
-from picotron.context_parallel.cp_communications import ring, start_ring_step
-from picotron.context_parallel.positions import BlocksOf, visible_blocks
+from picotron.context_parallel.block_attention import Block, BlocksOf, accumulate_gradients, blockwise_attention
 from picotron.model.llama import AttentionFn, Llama
 
-if TYPE_CHECKING:
-    from picotron.model.packed import PackedDocuments
+
+def local_chunks(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> list[range]:
+    """Return the chunks of positions that a cp rank holds, in ascending order.
+
+    Args:
+        sharding: "contiguous", where the sequence is cut into cp_size chunks, one for each cp rank, or "zigzag", where
+            it is cut into 2 cp_size chunks, and cp rank r holds chunk r from the beginning and chunk r from the end.
+    """
+    count = chunk_count(cp_size, sharding)
+    numbers = [cp_rank] if count == cp_size else [cp_rank, count - 1 - cp_rank]
+    size = seq_length // count
+    return [range(number * size, (number + 1) * size) for number in numbers]
+
+
+def chunk_count(cp_size: int, sharding: str) -> int:
+    """Return the number of chunks into which a sequence is cut, by which its length must be divisible."""
+    return 2 * cp_size if sharding == "zigzag" and cp_size > 1 else cp_size
+
+
+def local_positions(seq_length: int, cp_size: int, cp_rank: int, sharding: str) -> torch.Tensor:
+    """Return the positions of the tokens that a cp rank holds, see `local_chunks`: (seq_length / cp_size,)."""
+    return torch.cat(
+        [torch.arange(each.start, each.stop) for each in local_chunks(seq_length, cp_size, cp_rank, sharding)]
+    )
+
+
+def visible_blocks(source: int, tokens: int, sharding: str) -> list[Block]:
+    """Return which of this rank's queries attend to which keys of cp rank `source`, as local indices.
+
+    Args:
+        tokens: number of tokens per rank, T/cp.
+    """
+    rank, full, half = pgm.process_group_manager.cp_rank, slice(0, tokens), tokens // 2
+    if source == rank:  # local tokens are in the order of the sequence, even if others lie between them
+        return [Block(full, full, causal=True)]
+    if sharding == "contiguous":
+        return [Block(full, full)] if source < rank else []
+    # Zigzag: both chunks of this rank lie between the two chunks of an earlier rank, so all queries attend to the first
+    # of these. Both chunks of a later rank lie between the two of this rank, so only its second one attends to them.
+    return [Block(full, slice(0, half)) if source < rank else Block(slice(half, tokens), full)]
+
+
+def start_ring_step(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to send `tensor` to the next cp rank, and to receive a tensor of its shape from the previous one.
+
+    Returns:
+        A function that waits for both messages and returns the received tensor. Until then, `tensor` must not change.
+    """
+    grid = pgm.process_group_manager
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    messages = [
+        dist.P2POp(dist.isend, tensor.contiguous(), grid.cp_send_rank, grid.cp_group),
+        dist.P2POp(dist.irecv, received, grid.cp_recv_rank, grid.cp_group),
+    ]
+    handles = dist.batch_isend_irecv(messages)
+    results = [received]
+    del messages, received
+
+    def finish() -> Tensor:
+        while handles:  # each handle keeps its tensor in memory
+            handles.pop().wait()
+        return results.pop()
+
+    return finish
+
+
+def ring(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (cp rank, its `tensor`) for all cp ranks, this rank's own first.
+
+    The next tensor arrives while the caller uses the current one. A caller that deletes each tensor after use never has
+    more than two of them in memory.
+    """
+    grid = pgm.process_group_manager
+    for step in range(grid.cp_world_size - 1):
+        receive = start_ring_step(tensor)
+        yield (grid.cp_rank - step) % grid.cp_world_size, tensor
+        tensor = receive()
+    yield (grid.cp_rank + 1) % grid.cp_world_size, tensor  # cp - 1 steps back is one step ahead
 
 
 class RingAttention(torch.autograd.Function):
@@ -77,32 +149,11 @@ def apply_context_parallel(model: Llama, layout: Distributed) -> None:
     """Let a Llama whose input is a shard of the sequence attend to the full sequence."""
     if pgm.process_group_manager.cp_world_size > 1:
         # torch.compile cannot overlap the messages and does not know the kernels. The rest of a layer is compiled.
-        model.attention_fn = torch.compiler.disable(attend_across_ranks(layout, model.attention_fn))
+        model.attention_fn = torch.compiler.disable(attend_across_ranks(layout.cp_sharding))
         model.cp_sharding = layout.cp_sharding
 
 
-def attend_across_ranks(layout: Distributed, attention_fn: AttentionFn) -> AttentionFn:
-    """Return the attention function for q, k and v that are shards of the sequence, (B, H, T/cp, d).
-
-    Args:
-        attention_fn: attention to a full sequence, which ulysses calls.
-    """
-    if layout.cp_engine == "ulysses":
-        from picotron.context_parallel.ulysses import ulysses_attention
-
-        return functools.partial(ulysses_attention, sharding=layout.cp_sharding, attention_fn=attention_fn)
-    function: type[torch.autograd.Function] = RingAttention
-    if layout.cp_engine == "all_gather":
-        from picotron.context_parallel.all_gather import AllGatherAttention
-
-        function = AllGatherAttention
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
-        blocks_of = functools.partial(visible_blocks, sharding=layout.cp_sharding)
-        if documents is not None:
-            from picotron.context_parallel.packed import packed_blocks
-
-            blocks_of = functools.partial(packed_blocks, sharding=layout.cp_sharding, documents=documents)
-        return function.apply(q, k, v, blocks_of)
-
-    return attend
+def attend_across_ranks(sharding: str) -> AttentionFn:
+    """Return the attention function for q, k and v that are shards of the sequence, (B, H, T/cp, d)."""
+    blocks_of = functools.partial(visible_blocks, sharding=sharding)
+    return lambda q, k, v: RingAttention.apply(q, k, v, blocks_of)

@@ -4,11 +4,10 @@ A row has seq_length inputs and, shifted by one token, as many targets. The orde
 so a position in the data is a single integer, the global sample number, in every layout.
 """
 
-import hashlib
-import logging
+import abc
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +15,61 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.console import UserError
-from picotron.context_parallel.positions import local_positions
-from picotron.data.rows import Rows, Samples, SomeRows, Text, TextRows
+from picotron.context_parallel.context_parallel import local_positions
 
-logger = logging.getLogger("picotron")
 
-HELD_OUT = 2**40  # in the place of an epoch's number
+class Row(NamedTuple):
+    """T inputs and their targets.
+
+    Args:
+        input_ids, target_ids: (T,) tokens.
+        counted: (T,) whether the loss counts a target, 0 or 1; None: it counts all.
+        documents: lengths of the documents in the row, T in total, if documents are masked, else None.
+    """
+
+    input_ids: np.ndarray
+    target_ids: np.ndarray
+    counted: np.ndarray | None = None
+    documents: np.ndarray | None = None
+
+
+class Rows(abc.ABC):
+    """The rows of a data set.
+
+    Attributes:
+        counts: number of targets that the loss counts in each row; None: it counts all.
+    """
+
+    counts: np.ndarray | None = None
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, i: int) -> Row: ...
+
+    @abc.abstractmethod
+    def identity(self) -> tuple[Any, np.ndarray]:
+        """Return a value that changes with the size of the data, and the tokens at both ends."""
+
+
+class TextRows(Rows):
+    """The rows of a text, a stream of tokens. Row i starts at token i * seq_length, and its last target is the first
+    input of row i + 1.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
+        self.tokens, self.seq_length = tokens, seq_length
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.seq_length
+
+    def __getitem__(self, i: int) -> Row:
+        tokens = self.tokens[i * self.seq_length : (i + 1) * self.seq_length + 1]
+        return Row(tokens[:-1], tokens[1:])
+
+    def identity(self) -> tuple[Any, np.ndarray]:
+        return len(self.tokens), np.concatenate((self.tokens[:1000], self.tokens[-1000:]))
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -30,60 +77,6 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     PCG64 output, which is identical in all versions of numpy.
     """
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
-
-
-def data_fingerprint(rows: Rows, config: Config) -> str:
-    """Return a hash of the size of the data, their first and last 1,000 tokens, and their order. Runs with different
-    hashes read different rows; runs with equal hashes, almost certainly the same.
-    """
-    training, (size, ends) = config.training, rows.identity()
-    rules = (size, training.seq_length, training.seed if config.dataset.shuffle else "in order")
-    return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
-
-
-def make_rows(data: Text | Samples, config: Config) -> tuple[Rows, str]:
-    """Make the rows of the training data. Returns the rows, and a text about them."""
-    name, length = config.dataset.title, config.training.seq_length
-    if isinstance(data, Text):
-        return TextRows(data.tokens, length, data.end), f"{len(data.tokens):,} tokens in {name}"
-    from picotron.data.samples import pack_samples
-
-    drops_long = config.dataset.long_samples == "drop"
-    packed = pack_samples(data, length, drops_long, config.dataset.masks_documents)
-    too_long = ", or they are longer" if drops_long else ""
-    why = f" (the loss counts none of their first {length + 1:,} tokens{too_long})" if packed.dropped else ""
-    return packed.rows, (
-        f"{len(data.lengths):,} samples in {name}, {packed.cut:,} cut and {packed.dropped:,} dropped{why}; "
-        f"{len(packed.rows):,} rows of {length:,} tokens, {packed.empty:.1%} empty"
-    )
-
-
-def split_train_eval(
-    data: Text | Samples, config: Config, evaluation: Text | Samples | None = None
-) -> tuple[Rows, Rows]:
-    """Make the rows for training and those for evaluations. The latter are all rows of `evaluation`, the data set
-    `eval_name`, or else `held_out_sequences` rows of `data`, drawn with the seed.
-
-    Raises:
-        UserError: there are fewer rows than evaluation and one global batch need.
-    """
-    rows, summary = make_rows(data, config)
-    batch, held_out = config.global_batch_size, config.held_out_sequences
-    if len(rows) < batch + held_out:
-        also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
-        raise UserError(
-            f"{summary}: enough for {len(rows)} sequences of {config.training.seq_length} tokens, but one global batch needs "
-            f"{batch}{also}; use more data, another seq_length, a smaller batch{fewer}, or keep long samples"
-        )
-    unit = config.training.seq_length if isinstance(data, Text) else 1
-    logger.info("%s, %s of them for evaluation", summary, f"{held_out * unit:,}")
-    if evaluation is not None:
-        from picotron.data.whole import whole_rows
-
-        return rows, whole_rows(evaluation, config, config.dataset.eval_name or "")
-    order = epoch_order(len(rows), config.training.seed, HELD_OUT)
-    held, trained = np.sort(order[:held_out]), np.sort(order[held_out:])
-    return (SomeRows(rows, trained), SomeRows(rows, held)) if held_out else (rows, SomeRows(rows, held))
 
 
 def micro_batch_samples(

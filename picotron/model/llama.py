@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from picotron.collectives import accumulation_dtype
@@ -31,59 +30,42 @@ from picotron.model.families import differences, head_size
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from picotron.model.packed import PackedDocuments
-
-AttentionFn = Callable[..., Tensor]  # of q, k, v and, in rows of several documents, of a `PackedDocuments`
+AttentionFn = Callable[..., Tensor]  # of q, k, v
 LossFn = Callable[[Any, Tensor], Tensor]  # function of the head and its input
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
-    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel, within each document if
-    rows hold several `documents`.
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention, softmax(q k' / sqrt(d)) v, with PyTorch's best fused kernel.
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
-    if documents is not None:
-        from picotron.model.packed import packed_attention
-
-        return packed_attention(q, k, v, documents, fused_attention)
     if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Only the flash kernels read shared k/v heads in place, and on GPUs they support half-precision dtypes only.
         k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, documents: "PackedDocuments | None" = None) -> Tensor:
-    """Compute `fused_attention` with plain matmul and softmax, which keep the scores (B, H, T, T) in memory."""
-    if documents is not None:
-        from picotron.model.packed import attend_per_document
-
-        return attend_per_document(q, k, v, documents, math_attention)
-    with sdpa_kernel(SDPBackend.MATH):
-        return fused_attention(q, k, v)
-
-
-def rope(config: "PreTrainedConfig", position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rope(frequencies: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine of the rotary angles (Su et al. 2021, arXiv:2104.09864), in float32 like transformers.
 
-    position_ids (B, T) -> cos and sin, (B, T, 1, d/2) each
+    Args:
+        frequencies: see `rope_frequencies`.
+        position_ids: (B, T).
+
+    Returns:
+        cos and sin, (B, T, 1, d/2) each.
     """
-    numbers = tuple(
-        (key, value) for key, value in config.rope_parameters.items() if isinstance(value, (str, int, float))
-    )
-    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)
     angles = position_ids[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
-@functools.cache  # copying them to a GPU makes the CPU wait
-def rope_frequencies(head_dim: int, rope_parameters: tuple[tuple[str, Any], ...], device: torch.device) -> Tensor:
+def rope_frequencies(config: "PreTrainedConfig") -> Tensor:
     """Compute the rotary angles of position 1, (d/2). The CPU does so, as in transformers: a GPU's `pow` could differ
     in the last bit of a frequency, and so at position 8,192 by 0.0005 in an angle.
     """
-    parameters = dict(rope_parameters)
+    parameters, head_dim = config.rope_parameters, head_size(config)
     half = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / parameters["rope_theta"] ** (half / head_dim)
+    frequencies: Tensor = 1.0 / parameters["rope_theta"] ** (half / head_dim)
     if parameters["rope_type"] == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
         frequencies = frequencies / parameters["factor"]
     elif parameters["rope_type"] == "llama3":
@@ -94,7 +76,7 @@ def rope_frequencies(head_dim: int, rope_parameters: tuple[tuple[str, Any], ...]
         keep = (parameters["original_max_position_embeddings"] / wavelength - low) / (high - low)
         keep = keep.clamp(0, 1)
         frequencies = (1 - keep) * frequencies / parameters["factor"] + keep * frequencies
-    return frequencies.to(device)
+    return frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -318,6 +300,7 @@ class Llama(nn.Module):
         self.config, self.attention_fn, self.checkpoint_activations = config, attention_fn, checkpoint_activations
         self.embedding_multiplier = differences(config).embedding_multiplier
         self.logits_scaling = differences(config).logits_scaling
+        self.frequencies = rope_frequencies(config)
         self.model = Decoder(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         self.tie_weights()
@@ -334,7 +317,7 @@ class Llama(nn.Module):
         hidden_states: Tensor | None = None,
         target_ids: Tensor | None = None,
         target_weights: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        attention_fn: AttentionFn | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor:
         """Compute the logits (B, T, V), or the loss, a scalar, if target_ids or loss_fn are given. Without a head, as
@@ -346,13 +329,14 @@ class Llama(nn.Module):
             hidden_states: input of the layers, (B, T, D), from the previous stage; by default the embedded input_ids.
             target_ids: tokens to predict, (B, T).
             target_weights: weight of each target in the loss, (B, T), which is then a sum; by default a mean.
-            cu_seqlens: boundaries of documents that do not attend to each other, see `PackedDocuments`.
+            attention_fn: by default that of the model.
             loss_fn: function to return instead of the loss, called as `loss_fn(head, x)` with the head's input x.
         """
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
-        x = self.run_layers(x, position_ids, self.model.layers.values(), cu_seqlens)
+        attend = attention_fn or self.attention_fn
+        x = self.run_layers(x, position_ids, self.model.layers.values(), attend, self.checkpoint_activations)
         if self.lm_head is None:
             return x
         return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
@@ -368,23 +352,16 @@ class Llama(nn.Module):
         x: Tensor,
         position_ids: Tensor,
         layers: Iterable[nn.Module],
-        cu_seqlens: Tensor | None = None,
-        attention_fn: AttentionFn | None = None,
-        checkpoint_activations: bool | None = None,
+        attend: AttentionFn,
+        recomputes: bool = False,
     ) -> Tensor:
         """Apply decoder layers: x (B, T, D), position_ids (B, T) -> (B, T, D).
 
         Args:
-            attention_fn, checkpoint_activations: by default those of the model.
+            recomputes: whether backward runs the forward of each layer again.
         """
-        attend = attention_fn or self.attention_fn
-        recomputes = self.checkpoint_activations if checkpoint_activations is None else checkpoint_activations
-        if cu_seqlens is not None:
-            from picotron.model.packed import PackedDocuments
-
-            attend = functools.partial(attend, documents=PackedDocuments.of(cu_seqlens, x.device))
         # Of all T tokens, also with sequence parallelism: attention rotates what `project` has made full.
-        cos, sin = (table.to(x.dtype) for table in rope(self.config, position_ids))
+        cos, sin = (table.to(x.dtype) for table in rope(self.frequencies.to(x.device), position_ids))
         for layer in layers:
             if recomputes and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.console import UserError
 
@@ -75,6 +76,10 @@ class Placement:
         sum_over: the ranks that hold the same numbers as this one but use them in different computations, such as
             norms with sequence parallelism, or key/value heads that several ranks share. Each has a part of the
             gradient, see `sum_partial_gradients`.
+        average_over: data parallelism: the ranks that hold the same numbers and process other tokens, over which the
+            gradient is averaged, see `replicas`; None: the `cp_dp` group.
+        gradient_scale: factor of that average. If each of n ranks of a `cp_dp` group holds a different parameter, which
+            processes the tokens of all of them, such as an expert, 1/n: the loss is a mean over the whole group.
         is_tied: pipeline parallelism: whether another stage holds this parameter, too, such as the tied embedding on
             the first and the last stage.
         shared_name: its name on all of these stages; None if it has the same one in each of them.
@@ -87,6 +92,8 @@ class Placement:
 
     shard: Shard | None = None
     sum_over: dist.ProcessGroup | None = None
+    average_over: dist.ProcessGroup | None = None
+    gradient_scale: float = 1.0
     is_tied: bool = False
     shared_name: str | None = None
     is_replica: bool = False
@@ -102,9 +109,26 @@ def placement(parameter: Tensor) -> Placement:
     return getattr(parameter, "placement", WHOLE)  # torch's parameters take any attribute
 
 
+def is_placed(parameter: Tensor) -> bool:
+    """Return whether a parallelism has described the parameter."""
+    return hasattr(parameter, "placement")
+
+
 def place(parameter: Tensor, **changes: Any) -> None:
     """Change the placement of a parameter. Arguments: the attributes of `Placement` that change."""
     parameter.placement = dataclasses.replace(placement(parameter), **changes)  # type: ignore[attr-defined]
+
+
+def replicas(parameter: Tensor) -> dist.ProcessGroup:
+    """Return the data-parallel ranks that hold the same numbers of a parameter, over which its gradient is averaged."""
+    return placement(parameter).average_over or pgm.process_group_manager.cp_dp_group
+
+
+def copies(parameter: Tensor) -> int:
+    """Return the number of ranks that hold the same numbers of a parameter's `main_grad`."""
+    shard, owned = placement(parameter).shard, placement(parameter).owned
+    on_tp_ranks = pgm.process_group_manager.tp_world_size if shard is None else shard.replicas
+    return on_tp_ranks if owned else on_tp_ranks * dist.get_world_size(replicas(parameter))
 
 
 def owned_weight(parameter: Tensor) -> Tensor:

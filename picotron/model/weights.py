@@ -72,6 +72,7 @@ def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> 
         allocated = nn.Parameter(values)
         place(allocated, **vars(placement(parameter)))
         setattr(model.get_submodule(owner), leaf, allocated)
+    model.frequencies = model.frequencies.to(device)  # here, because the CPU waits for a copy to a GPU
     model.tie_weights()
 
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from picotron.console import UserError, text_table
-from picotron.model.flops import Cost, part_costs
+from picotron.console import UserError
+from picotron.model.families import Cost, part_costs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -89,23 +89,3 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
 def plan_stages(config: "Config", model_config: "PreTrainedConfig") -> list[Stage]:
     """Return the stages of a config's pipeline, one on each pp rank. Raises a UserError as `balanced_stages`."""
     return balanced_stages(model_config, config.training.seq_length, range(config.distributed.pp_size))
-
-
-def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
-    """Return a table of the layers of each rank, given the rank of each stage."""
-    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
-    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
-    for rank, numbers in held.items():
-        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
-    return text_table(rows)
-
-
-def _contents(stage: Stage) -> str:
-    parts = ["embedding"] if stage.has_embedding else []
-    if len(stage.layers) == 1:
-        parts.append(f"layer {stage.layers[0]}")
-    elif stage.layers:
-        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
-    if stage.has_head:
-        parts.append("head")
-    return ", ".join(parts) or "nothing"

@@ -19,7 +19,7 @@ all-gather: together, they send as many bytes as one all-reduce. For an MLP, wit
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,27 +33,69 @@ from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
 from picotron.model.cross_entropy import VocabularyShard
 from picotron.model.families import differences, head_size
-from picotron.model.llama import Head, HeadNorm, Linear, Llama, Projections, RMSNorm
-from picotron.model.placement import Shard, place
+from picotron.model.llama import Head, Linear, Llama, Projections, RMSNorm
+from picotron.model.placement import Shard, is_placed, place
 from picotron.process_group_manager import new_groups
-from picotron.tensor_parallel.tp_communications import enter, gather_from_ranks, leave, mean_over_ranks
+from picotron.tensor_parallel.tp_communications import (
+    enter,
+    gather_from_ranks,
+    leave,
+    mean_over_ranks,
+    start_all_gather,
+    start_sum,
+)
+
+
+def gradient_of_input(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Compute the sum of dy W over linear layers that share their input, from matrices dy (tokens, outputs)."""
+    dx = dys[0] @ weights[0]
+    for dy, weight in zip(dys[1:], weights[1:], strict=True):
+        dx.addmm_(dy, weight)
+    return dx
+
+
+class ColumnParallel(torch.autograd.Function):
+    """forward: y = x W' for several W (outputs/tp, D) that share x, so that x is gathered only once.
+    backward: dx = dy W, summed over these W and over the ranks, and meanwhile dW = dy' x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, *weights)  # x may be a shard, (B, T/tp, D): backward gathers it again
+        full_x = start_all_gather(x, group)() if sequence_parallel else x  # (B, T, D)
+        return tuple(F.linear(full_x, weight) for weight in weights)  # (B, T, outputs/tp) each
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        trained = ctx.needs_input_grad[3:]  # False for frozen weights
+        finish_x = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(trained) else lambda: x
+        dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)
+        dx = gradient_of_input(dys, weights).view(*gradients[0].shape[:2], -1)  # (B, T, D), partial
+        finish_dx = start_sum(dx, ctx.group, ctx.sequence_parallel)
+        inputs = finish_x().flatten(0, 1)  # (B * T, D); the sum of dx is on its way
+        dweights = [dy.t() @ inputs if needed else None for dy, needed in zip(dys, trained, strict=True)]
+        return finish_dx(), None, None, *dweights
 
 
 class ParallelProjections(Projections):
-    """`Projections` with column-parallel layers: x (B, T, D), or its shard (B, T/tp, D) with sequence parallelism ->
-    (B, T, outputs/tp) each.
-
-    A run computes the same in `OverlappedProjections`, which is faster, and reads the layers' weights instead of
-    calling them. Only in float8, the layers are called.
+    """`Projections` with column-parallel layers, of which each rank computes some of the outputs: x (B, T, D), or its
+    shard (B, T/tp, D) with sequence parallelism -> (B, T, outputs/tp) each.
     """
+
+    function: Any = ColumnParallel  # of a schedule that defers weight gradients, another one
 
     def __init__(self, sequence_parallel: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = pgm.process_group_manager.tp_group, sequence_parallel
 
+    @torch.compiler.disable  # torch.compile cannot overlap these collectives, and products gain nothing from it
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        x = enter(x, self.group, self.sequence_parallel)
-        return [linear(x) for linear in linears]
+        ys = self.function.apply(x, self.group, self.sequence_parallel, *(linear.weight for linear in linears))
+        return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
 
 def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | None = None) -> nn.Parameter:
@@ -63,20 +105,18 @@ def placed(values: Tensor, shard: Shard | None, sum_over: dist.ProcessGroup | No
     return parameter
 
 
-class ColumnParallelLinear(Linear):
-    """A linear layer of which each rank computes some of the outputs: x (B, T, D) -> y (B, T, outputs/tp).
+def column_parallel(linear: nn.Linear, shard: Shard, sum_over: dist.ProcessGroup | None = None) -> Linear:
+    """Return this rank's part of a linear layer on the meta device, some of the outputs.
 
     Args:
-        linear: the unsharded layer, on the meta device.
         shard: this rank's rows of the weight, and elements of the bias.
         sum_over: the ranks that hold the same rows, and use them for different query heads, see `Placement`.
     """
-
-    def __init__(self, linear: nn.Linear, shard: Shard, sum_over: dist.ProcessGroup | None = None) -> None:
-        weight = linear.weight
-        super().__init__(linear.in_features, shard.size, linear.bias is not None, weight.device, weight.dtype)
-        for parameter in self.parameters():
-            place(parameter, shard=shard, sum_over=sum_over)
+    weight = linear.weight
+    part = Linear(linear.in_features, shard.size, linear.bias is not None, weight.device, weight.dtype)
+    for parameter in part.parameters():
+        place(parameter, shard=shard, sum_over=sum_over)
+    return part
 
 
 class RowParallelLinear(nn.Module):
@@ -190,12 +230,11 @@ def _kv_shard(kv_heads: int, head_dim: int) -> Shard:
     return Shard(dim=0, full_size=kv_heads * head_dim, start=start, stop=start + size, size=size, replicas=replicas)
 
 
-def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False, overlaps: bool = True) -> Llama:
+def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False) -> Llama:
     """Replace the layers of a Llama on the meta device by layers that hold this tp rank's shards.
 
     Args:
         sequence_parallel: whether to shard norms and residuals along the sequence; tp must divide T.
-        overlaps: whether messages and products overlap, see `overlapped`.
 
     Raises:
         UserError: see `check_tensor_parallel`.
@@ -216,27 +255,24 @@ def apply_tensor_parallel(model: Llama, sequence_parallel: bool = False, overlap
     untyped.lm_head = VocabParallelHead(model.lm_head, vocabulary, sequence_parallel)
     decoder = untyped.model
     decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, vocabulary, sequence_parallel)
-    projections: type[ParallelProjections] = ParallelProjections
-    if overlaps:
-        from picotron.tensor_parallel.overlapped import OverlappedProjections
-
-        projections = OverlappedProjections
     for layer in decoder.layers.values():
         attention, mlp = layer.self_attn, layer.mlp
-        attention.project, mlp.project = projections(sequence_parallel), projections(sequence_parallel)
-        attention.q_proj = ColumnParallelLinear(attention.q_proj, queries)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, kv, kv_replicas)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, kv, kv_replicas)
+        attention.project, mlp.project = ParallelProjections(sequence_parallel), ParallelProjections(sequence_parallel)
+        attention.q_proj = column_parallel(attention.q_proj, queries)
+        attention.k_proj = column_parallel(attention.k_proj, kv, kv_replicas)
+        attention.v_proj = column_parallel(attention.v_proj, kv, kv_replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, dataclasses.replace(queries, dim=1), sequence_parallel)
-        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, hidden)
-        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, hidden)
+        mlp.gate_proj = column_parallel(mlp.gate_proj, hidden)
+        mlp.up_proj = column_parallel(mlp.up_proj, hidden)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, dataclasses.replace(hidden, dim=1), sequence_parallel)
         if differences(config).qk_norm == "all heads":
             attention.q_norm = NormOverRanks(attention.q_norm, queries)
             attention.k_norm = NormOverRanks(attention.k_norm, kv, kv_replicas)
-    for norm in model.modules():
-        # Each rank applies it to different heads, or with sequence parallelism to other tokens.
-        if isinstance(norm, HeadNorm) or (sequence_parallel and isinstance(norm, RMSNorm)):
-            place(norm.weight, sum_over=pgm.process_group_manager.tp_group)
+    # The other parameters, such as norms, are whole on each rank. Inside of a block, the ranks apply them to different
+    # heads, and with sequence parallelism everywhere to different tokens: each rank has a part of the gradient.
+    for name, parameter in model.named_parameters():
+        in_block = ".self_attn." in name or ".mlp." in name
+        if not is_placed(parameter) and (in_block or sequence_parallel):
+            place(parameter, sum_over=pgm.process_group_manager.tp_group)
     model.tie_weights()
     return model

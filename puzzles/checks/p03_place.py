@@ -6,13 +6,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
-from picotron.run.config_reader import load_config
+from picotron.data.loader import MicroBatchDataLoader, TextRows
 from puzzles.group import Group
 from puzzles.pictures import Cell, colour_of, rows
 from puzzles.report import RED, Report
 from workbench.explain.fake_group import fake_rank
+from workbench.run.config_reader import load_config
 
 Place = tuple[int, int, int, int]
 STEPS = 2

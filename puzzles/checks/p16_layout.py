@@ -8,8 +8,6 @@ from typing import Any
 from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
-from picotron.run.config_reader import load_config
-from picotron.run.model_config import load_model_config
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
@@ -17,6 +15,8 @@ from workbench.explain.hardware import HARDWARE, fits, usable
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import check_layout
+from workbench.run.config_reader import load_config
+from workbench.run.model_config import load_model_config
 
 GPU = HARDWARE["H100"]
 MODEL, GPUS, SEQUENCES, TOKENS = "docs/llama-3.1-8b", 64, 32, 131_072

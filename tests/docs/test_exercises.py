@@ -16,8 +16,8 @@ from docs.solutions.striped import pairs, striped_positions
 from docs.solutions.z_loss import log_z
 from picotron.config import Training
 from picotron.console import UserError
-from picotron.context_parallel.positions import local_positions
-from picotron.optimizer.learning_rate import learning_rate_factor
+from picotron.context_parallel.context_parallel import local_positions
+from picotron.optimizer import learning_rate_factor
 from workbench.own_loops.batches import split_batch, train_batch
 from workbench.schedules.actions import AnyAction, parse_action
 from workbench.schedules.schedule_csv import read_csv

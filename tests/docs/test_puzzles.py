@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 
 from conformance.worker_pool import WorkerPool
-from picotron.run.start_method import START_METHOD
 from puzzles import __main__ as cli
 from puzzles.catalogue import PUZZLES, Puzzle, find
 from puzzles.harness import run
 from puzzles.report import Report
 from tests.docs.test_docs import anchors
 from tests.support.puzzle_answers import FAILURES, FIRST, WRONG
+from workbench.run.start_method import START_METHOD
 
 pytestmark = pytest.mark.processes
 BY_NUMBER = {puzzle.number: puzzle for puzzle in PUZZLES}

@@ -14,7 +14,7 @@ from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.rows import TextRows
+from picotron.data.loader import TextRows
 from tests.support.examples import make_trainer, results, save_model, words
 from workbench.own_loops.trainer import Data
 from workbench.prepare.tokens import train_bpe

@@ -13,7 +13,7 @@ from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import main_grad
-from picotron.optimizer.optimizer import AdamW, update_weights
+from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.schedules.schedules import build, forward_only
 

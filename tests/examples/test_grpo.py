@@ -20,11 +20,11 @@ from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
-from picotron.run.model_config import load_model_config
 from tests.support.examples import make_trainer, results, save_model, save_weights
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion
+from workbench.run.model_config import load_model_config
 
 LENGTH = 8
 
@@ -119,7 +119,7 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
     batch = rows_of([Prompt("", {}, prompt) for prompt in prompts], completions, advantages, LENGTH)
     embedded, positions = model.embed(batch["input_ids"]), torch.arange(LENGTH)[None]
-    x = model.model.norm(model.run_layers(embedded, positions, model.model.layers.values()))
+    x = model.model.norm(model.run_layers(embedded, positions, model.model.layers.values(), model.attention_fn))
     loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
     expected, change = 0.0, 0.0
     for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True):

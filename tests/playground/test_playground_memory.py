@@ -7,11 +7,11 @@ import pytest
 from transformers import LlamaConfig
 
 from picotron.console import UserError
-from picotron.run.config_reader import parse_config
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout
+from workbench.run.config_reader import parse_config
 
 SECTIONS = {
     "distributed": ("tp_", "cp_", "pp_", "dp_", "sequence_parallel"),

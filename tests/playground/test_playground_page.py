@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from picotron.run.config_reader import load_config
-from picotron.run.model_config import load_model_config
 from playground.build import CDN, PYODIDE_FILES, ROOT, python_files
 from playground.build import build as build_page
 from tests.playground.test_playground import ask
 from workbench.pipelines.planning import plan_pipeline
+from workbench.run.config_reader import load_config
+from workbench.run.model_config import load_model_config
 
 
 @pytest.mark.parametrize(

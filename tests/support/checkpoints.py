@@ -15,10 +15,11 @@ from conformance.training import CPU, all_stages, train_steps
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.parallelize import build_model, unwrap
+from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import find_checkpoint
 from workbench.pipelines.engine import plan_pipeline
+from workbench.run.checkpoint.checkpoint import find_checkpoint
+from workbench.variants.choose import build_model
 
 BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [{}, {"dp_size": 2, "pp_size": 2, "tp_size": 2}]

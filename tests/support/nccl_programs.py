@@ -21,23 +21,22 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
 from conformance.training import CPU, pipeline_of
-from picotron import parallelize
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
-from picotron.data_parallel import data_parallel, zero1
+from picotron.data.loader import MicroBatchDataLoader, TextRows
+from picotron.data_parallel import data_parallel
 from picotron.data_parallel.data_parallel import DataParallelBucket
-from picotron.data_parallel.zero1 import DataParallelZero1
 from picotron.model.placement import Index
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.metrics import global_mean
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
 from workbench.pipelines import recorder
 from workbench.pipelines.executor import reverse_group
+from workbench.run.metrics import global_mean
 from workbench.schedules.nccl_calls import Compute, Operation, Part, Program, Wait
+from workbench.variants import choose
+from workbench.variants.zero1 import DataParallelZero1
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
 SmallSlicedBuckets = functools.partial(DataParallelZero1, bucket_mb=0.02)
@@ -145,8 +144,8 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
             mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step
-            mock.patch.object(parallelize, "DataParallelBucket", SmallBuckets),
-            mock.patch.object(zero1, "DataParallelZero1", SmallSlicedBuckets),
+            mock.patch.object(choose, "DataParallelBucket", SmallBuckets),
+            mock.patch.object(choose, "DataParallelZero1", SmallSlicedBuckets),
             mock.patch.object(recorder.logger, "debug", record_computation),
             mock.patch.object(pipeline_parallel, "forward_step", recorded(pipeline_parallel.forward_step, "F")),
             mock.patch.object(PipelineParallel, "backward", recorded(PipelineParallel.backward, "B")),
@@ -165,7 +164,7 @@ def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: to
 
     with recorded_rank(rank, config) as program:
         pipeline, train_step, evaluate = pipeline_of(config, model_config, device, dtype)
-        model = parallelize.build_model(config, model_config, pipeline, device, dtype, weights)
+        model = choose.build_model(config, model_config, pipeline, device, dtype, weights)
         length = config.training.seq_length
         loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
         run_step(model, loader, config, train_step)

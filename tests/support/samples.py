@@ -9,9 +9,8 @@ from transformers import AutoTokenizer
 
 from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
-from picotron.data.rows import Samples
-from picotron.data.token_files import map_token_files
 from workbench.prepare.tokens import train_bpe, write_tokens
+from workbench.run.token_files import Samples, map_token_files
 
 PROMPTS = {"dataset__prompt_column": "q", "dataset__completion_column": "a"}
 CHAT = {"dataset__messages_column": "chat"}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from picotron.console import UserError, number, print_line
+from picotron.console import UserError
+from workbench.console import number, print_line
 from workbench.drawing.draw import write
 from workbench.drawing.draw_text import as_text
 from workbench.drawing.score import score_tables

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from picotron.console import UserError, text_table
+from picotron.console import UserError
+from workbench.console import text_table
 from workbench.schedules.actions import Schedule
 from workbench.schedules.search import SHAPES, fastest_schedule, fits, hand_made, lower_bound
 from workbench.schedules.simulate import Costs, peak_activations, simulate

@@ -27,16 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron.config import Config
-from picotron.console import print_line, text_table
-from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.rows import TextRows
+from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.placement import Index
-from picotron.optimizer.optimizer import make_optimizer, update_weights
-from picotron.parallelize import build_model, unwrap
-from picotron.run.metrics import global_mean, max_over_ranks
-from picotron.run.model_config import load_model_config
+from picotron.optimizer import update_weights
+from picotron.parallelize import unwrap
+from workbench.console import print_line, text_table
 from workbench.explain.fake_group import FakeGroup, Message, fake_rank
 from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, fits, usable
@@ -44,7 +40,11 @@ from workbench.explain.measure import find_hardware, on_hardware
 from workbench.explain.memory import GIB, Memory, bubble, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import ExecutorPlan, check_layout, make_train_step
+from workbench.run.metrics import global_mean, max_over_ranks
+from workbench.run.model_config import load_model_config
 from workbench.schedules.schedules import SCHEDULES, build
+from workbench.variants.choose import build_model, make_optimizer
+from workbench.variants.zero3 import DataParallelZero3
 
 META = torch.device("meta")
 

@@ -24,15 +24,16 @@ from torch import Tensor
 from picotron import collectives
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
-from picotron.context_parallel import cp_communications
+from picotron.context_parallel.context_parallel import ring, start_ring_step
 from picotron.pipeline_parallel import pp_communications
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
 from workbench.pipelines.executor import reverse_groups
 
 AXES = ("dp", "pp", "cp", "tp", "cp_dp")
-# Modules that only communicate for other modules: a call site is a function that calls one of these modules.
-CARRIERS = {module.__name__ for module in (collectives, cp_communications, pp_communications, tp_communications)}
+# Modules and functions that only communicate for others: a call site is a function that calls one of these.
+CARRIERS = {module.__name__ for module in (collectives, pp_communications, tp_communications)}
+CARRYING = {function.__code__ for function in (ring, start_ring_step)}
 OPERATIONS = {  # methods of a process group; older versions of torch have the names with _base
     "allreduce": "all-reduce",
     "all_gather_single": "all-gather",
@@ -89,15 +90,15 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def call_site(frame: FrameType | None) -> str:
-    """Return the innermost function of ours on the stack that is not in CARRIERS. When autograd calls the backward
-    of a function in CARRIERS, there is none: then return the outermost function in CARRIERS.
+    """Return the innermost function of ours on the stack that is not a carrier. When autograd calls the backward of
+    a carrier, there is none: then return the outermost carrier.
     """
     found = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("picotron.", "workbench.")):
             found = frame
-            if module not in CARRIERS:
+            if module not in CARRIERS and frame.f_code not in CARRYING:
                 break
         elif found is not None and module not in ("torch.autograd.function", "torch._dynamo.eval_frame"):
             break

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from picotron.console import UserError, invalid_value
-from picotron.files import read_object
-from picotron.model.flops import PEAK_BF16_FLOPS
+from workbench.files import read_object
+from workbench.run.metrics import PEAK_BF16_FLOPS
 
 # Fraction of a device's memory that a plan may need. The rest is for what the estimate leaves out: the CUDA context,
 # the buffers of NCCL and cuBLAS, and gaps between tensors.

@@ -26,12 +26,12 @@ from transformers import LlamaConfig
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import write_atomically
 from picotron.model.llama import DecoderLayer, fused_attention
-from picotron.run.launch import keep_freed_memory
-from picotron.run.metrics import peak_flops
 from workbench.explain.hardware import HARDWARE, Hardware, read_hardware
+from workbench.files import write_atomically
 from workbench.prepare.cache import cached
+from workbench.run.launch import keep_freed_memory
+from workbench.run.metrics import peak_flops
 
 SECONDS = 0.6  # for each rate
 

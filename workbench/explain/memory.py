@@ -85,8 +85,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from picotron.model.families import differences, head_size
-from picotron.model.flops import part_parameters
+from picotron.model.families import differences, head_size, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan

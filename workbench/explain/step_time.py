@@ -39,7 +39,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.model.flops import model_cost, part_parameters
+from picotron.model.families import model_cost, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware
 from workbench.explain.memory import count_parameters, loss_chunk, sizes

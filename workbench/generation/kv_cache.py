@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from picotron.model.llama import AttentionFn, fused_attention
-from picotron.model.packed import PackedDocuments
+from picotron.model.llama import AttentionFn
+from workbench.variants.packed import PackedDocuments, packed_attention
 
 # Not cuDNN's, torch's first choice on Hopper GPUs: it would build a plan for each new number of columns, so each token.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -85,7 +85,7 @@ class KVCache:
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         if documents is not None:
             self._fill(layer, k, v, documents)
-            return fused_attention(q, k, v, documents)
+            return packed_attention(q, k, v, documents)
         kv, now = self.kv[layer], self.length - 1
         kv[0, :, :, now], kv[1, :, :, now] = k[:, :, 0], v[:, :, 0]
         keys, values = kv[..., : self.length, :]

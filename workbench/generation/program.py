@@ -16,22 +16,23 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from picotron.config import Model
-from picotron.console import Parser, UserError, number, print_line
+from picotron.console import UserError
 from picotron.model.families import differences
-from picotron.parallelize import build_stage
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import Checkpoint
-from picotron.run.checkpoint.safetensors_folder import find_folder
-from picotron.run.config_reader import parse_config
-from picotron.run.launch import init_process_group, set_up_device
-from picotron.run.model_config import end_tokens, load_model_config
-from picotron.run.ranks import run_ranks
-from picotron.run.run_folder import checkpoint_folders
+from workbench.console import Parser, number, print_line
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from workbench.generation.rotation import Completion, check_prompt, generate
 from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.modules import LlamaStages
+from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.safetensors_folder import find_folder
+from workbench.run.config_reader import parse_config
+from workbench.run.launch import init_process_group, set_up_device
+from workbench.run.model_config import end_tokens, load_model_config
+from workbench.run.ranks import run_ranks
+from workbench.run.run_folder import checkpoint_folders
+from workbench.variants.choose import build_stage
 
 logger = logging.getLogger("picotron")
 

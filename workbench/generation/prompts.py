@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from picotron.console import UserError, first_line, print_line
-from picotron.files import parse_json
+from picotron.console import UserError, first_line
+from workbench.console import print_line
+from workbench.files import parse_json
 from workbench.prepare.conversations import check_texts, messages_of, tools_of
 from workbench.prepare.text import start_of
 

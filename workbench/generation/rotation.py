@@ -33,11 +33,11 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
-from picotron.run.model_config import check_window
 from workbench.generation.kv_cache import KVCache
 from workbench.generation.sampling import Sampling, draw, mask_logits
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.recorder import record_action
+from workbench.run.model_config import check_window
 from workbench.schedules.actions import Action
 from workbench.schedules.generation import GenerationSchedule, generation
 

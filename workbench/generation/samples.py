@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from picotron.config import Config
-from picotron.pipeline_parallel.train_step import Step
-from picotron.run.model_config import end_tokens
+from picotron.pipeline_parallel.pipeline_parallel import Step
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import check_prompt, generate
 from workbench.generation.sampling import Sampling
+from workbench.run.model_config import end_tokens
 
 logger = logging.getLogger("picotron")
 

@@ -20,11 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce, run_on_all_ranks
 from picotron.console import UserError
-from picotron.context_parallel.positions import local_positions
+from picotron.context_parallel.context_parallel import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import scale_gradients
-from picotron.pipeline_parallel.train_step import Step
+from picotron.pipeline_parallel.pipeline_parallel import Step
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from workbench.own_loops.check_batches import Batch, check_batches, check_split
 from workbench.pipelines.engine import BatchList

@@ -6,17 +6,19 @@ import torch
 import torch.distributed as dist
 
 from picotron.config import Config
-from picotron.console import UserError, print_line
+from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.data.token_files import load_data, targets_and_bytes
-from picotron.data.whole import whole_rows
-from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import find_checkpoint
-from picotron.run.launch import init_process_group, set_up_device
-from picotron.run.metrics import evaluation_record
+from workbench.console import print_line
 from workbench.pipelines.engine import check_run, make_evaluation
 from workbench.prepare.tokens import prepare
+from workbench.run.checkpoint.checkpoint import find_checkpoint
+from workbench.run.launch import init_process_group, set_up_device
+from workbench.run.metrics import evaluation_record
+from workbench.run.rows import targets_and_bytes
+from workbench.run.token_files import load_data
+from workbench.variants.choose import build_model
+from workbench.variants.whole import whole_rows
 
 
 def evaluate(config: Config, name: str) -> None:

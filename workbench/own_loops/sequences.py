@@ -17,7 +17,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.context_parallel.positions import chunk_count, local_positions
+from picotron.context_parallel.context_parallel import chunk_count, local_positions
 from picotron.model.cross_entropy import IGNORE_INDEX
 from workbench.own_loops.batches import micro_batches_or_default
 from workbench.own_loops.check_batches import Batch

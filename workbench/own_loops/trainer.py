@@ -25,29 +25,28 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
-from picotron.console import UserError, print_line
-from picotron.data.loader import MicroBatchDataLoader, data_fingerprint, epoch_order, split_train_eval
-from picotron.data.rows import Rows
-from picotron.data.token_files import load_data
+from picotron.console import UserError
+from picotron.data.loader import MicroBatchDataLoader, Rows, epoch_order
 from picotron.data_parallel.data_parallel import DataParallel
-from picotron.model.placement import placement
 from picotron.model.weights import initial_weights
-from picotron.optimizer.learning_rate import make_scheduler
-from picotron.optimizer.optimizer import make_optimizer, squared_norms, update_weights
-from picotron.parallelize import build_model, build_stage, unwrap
+from picotron.optimizer import make_scheduler, squared_norms, update_weights
+from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from picotron.run.checkpoint.safetensors_folder import find_folder
-from picotron.run.checkpoint.writer import CheckpointWriter
-from picotron.run.config_reader import leaf_keys
-from picotron.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
-from picotron.run.metrics import check_finite, max_over_ranks
-from picotron.run.progress import Progress
-from picotron.run.run_folder import CLAIM, begin_run, claim_save_dir, user_error_on_failure
+from workbench.console import print_line
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.check_batches import Batch
 from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
 from workbench.prepare.tokens import prepare
+from workbench.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from workbench.run.checkpoint.safetensors_folder import find_folder
+from workbench.run.checkpoint.writer import CheckpointWriter
+from workbench.run.config_reader import leaf_keys
+from workbench.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
+from workbench.run.metrics import Progress, check_finite, max_over_ranks
+from workbench.run.rows import data_fingerprint
+from workbench.run.run_folder import CLAIM, begin_run, claim_save_dir, user_error_on_failure
+from workbench.run.token_files import load_data
+from workbench.variants.choose import build_model, build_stage, make_optimizer, split_train_eval
 
 KEYS_WITH_EFFECT = """
     distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
@@ -164,11 +163,10 @@ def gradient_norms(model: DataParallel) -> dict[str, float]:
     """Compute the norm of the gradient of each trained parameter of the unsharded model, by its name. Every rank must
     call this, and gets all norms.
     """
-    llama, copies = unwrap(model), pgm.process_group_manager.cp_dp_world_size
+    model.finish_grad_sync()
 
     def shares() -> dict[str, float]:
-        count = {name: 1 if placement(each).owned else copies for name, each in llama.named_parameters()}
-        return {name: square.item() / count[name] for name, square in squared_norms(llama).items()}
+        return {name: square.item() for name, square in squared_norms(unwrap(model)).items()}
 
     squares: dict[str, float] = defaultdict(float)
     for found in run_on_all_ranks(shares):

@@ -13,14 +13,18 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.llama import Llama
-from picotron.pipeline_parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
-from picotron.pipeline_parallel.train_step import Step, train_step
-from picotron.run import layout_checks
+from picotron.pipeline_parallel.pipeline_parallel import (
+    Step,
+    train_step,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
 from workbench.pipelines import planning
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.plan import SchedulePlan
 from workbench.pipelines.recorder import record_steps
+from workbench.run import layout_checks
 from workbench.schedules.schedules import forward_only
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from picotron.console import UserError
-from picotron.model.flops import part_costs
+from picotron.model.families import part_costs
 from picotron.pipeline_parallel.stages import Stage, balanced_stages
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce, check_equal
+from picotron.collectives import all_reduce
 from picotron.console import UserError
+from picotron.data_parallel.guards import check_equal
 from picotron.model.llama import AttentionFn, Llama
 from picotron.model.placement import main_grad, place
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -157,7 +158,12 @@ class LlamaStages(PipelineStages, PipelineParallel):
         assert x is not None
         layers = [llama.model.layers[str(i)] for i in contents.layers]
         recomputes = llama.checkpoint_activations and (number, micro_batch) not in self.kept_activations
-        y = llama.run_layers(x, position_ids, layers, cu_seqlens, attention_fn, recomputes)
+        attend = attention_fn or llama.attention_fn
+        if cu_seqlens is not None:
+            from workbench.variants.packed import within_documents
+
+            attend = within_documents(attend, cu_seqlens, x.device)
+        y = llama.run_layers(x, position_ids, layers, attend, recomputes)
         return llama.logits_or_loss(y, **loss) if contents.has_head else y
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import write_atomically
+from workbench.files import write_atomically
 from workbench.pipelines.plan import SchedulePlan, settings_of
 from workbench.schedules.actions import parse_action
 from workbench.schedules.simulate import Span

@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron.model.llama import Linear
-from picotron.tensor_parallel.overlapped import ColumnParallel, OverlappedProjections, gradient_of_input
-from picotron.tensor_parallel.tensor_parallel import RowParallelLinear
+from picotron.tensor_parallel.tensor_parallel import (
+    ColumnParallel,
+    ParallelProjections,
+    RowParallelLinear,
+    gradient_of_input,
+)
 from picotron.tensor_parallel.tp_communications import start_all_gather, start_sum
 
 DeferredGrads = list[Callable[[], None]]
@@ -146,7 +150,7 @@ def split_backward(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (Linear, RowParallelLinear)):
             module.product = split_linear
-        elif isinstance(module, OverlappedProjections):
+        elif isinstance(module, ParallelProjections):
             module.function = SplitColumnParallel
         elif type(module) is nn.Linear:  # a subclass may compute something else
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]

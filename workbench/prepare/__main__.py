@@ -5,12 +5,13 @@ python -m workbench.prepare --config FILE [overrides]
 
 import sys
 
-from picotron.console import UserError, print_line
-from picotron.run.config_reader import load_config
-from picotron.run.launch import exit_on_error, set_up_logging
-from picotron.run.model_config import load_model_config
-from picotron.run.run_folder import parse_load_path
+from picotron.console import UserError
+from workbench.console import print_line
 from workbench.prepare.tokens import write_tokens
+from workbench.run.config_reader import load_config
+from workbench.run.launch import exit_on_error, set_up_logging
+from workbench.run.model_config import load_model_config
+from workbench.run.run_folder import parse_load_path
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from picotron.console import UserError
-from picotron.files import UNFINISHED, locked, new_folder
+from workbench.files import UNFINISHED, locked, new_folder
 
 logger = logging.getLogger("picotron")
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from picotron.console import UserError, first_line
-from picotron.files import parse_json
+from workbench.files import parse_json
 from workbench.prepare.documents import TOOLS, WEIGHT
 from workbench.prepare.text import check_characters
 

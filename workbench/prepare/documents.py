@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, NamedTuple
 from picotron.config import Dataset as DatasetSection
 from picotron.config import default_of
 from picotron.console import UserError, first_line
-from picotron.files import parse_json
-from picotron.run.hub import connect
+from workbench.files import parse_json
 from workbench.prepare.text import Columns, cut, use_one_of
+from workbench.run.hub import connect
 
 logger = logging.getLogger("picotron")
 

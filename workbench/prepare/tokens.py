@@ -28,14 +28,14 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
-from picotron.data.token_files import FILE, TokenFiles, check_end, digest_of
-from picotron.files import parse_json
-from picotron.run.hub import connect
-from picotron.run.start_method import START_METHOD
+from workbench.files import parse_json
 from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.text import Columns, TextEncoder, pieces_of
+from workbench.run.hub import connect
+from workbench.run.start_method import START_METHOD
+from workbench.run.token_files import FILE, TokenFiles, check_end, digest_of
 
 logger = logging.getLogger("picotron")
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from statistics import median_low
 from typing import Any
 
 from picotron.console import UserError
-from picotron.files import parse_json
+from workbench.files import parse_json
 from workbench.schedules.actions import Schedule, parse_action
 from workbench.schedules.order import Event
 from workbench.schedules.schedule_csv import assemble

@@ -10,7 +10,7 @@ from typing import Any
 
 from picotron.config import default_of
 from picotron.console import UserError
-from picotron.run.config_reader import leaf_keys
+from workbench.run.config_reader import leaf_keys
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
 GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps

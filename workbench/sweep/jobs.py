@@ -20,8 +20,8 @@ from typing import IO, Literal, cast, get_args
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import locked, read_object, write_atomically
-from picotron.run.run_folder import parse_load_path
+from workbench.files import locked, read_object, write_atomically
+from workbench.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from picotron.config import Config
-from picotron.console import print_line
+from workbench.console import print_line
 from workbench.sweep.jobs import OUT_OF_MEMORY, Job, Status
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"

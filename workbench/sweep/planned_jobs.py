@@ -12,16 +12,17 @@ from transformers import PreTrainedConfig
 
 from picotron.config import Config, Logging, Schedule
 from picotron.config import Model as ModelSection
-from picotron.console import UserError, text_table
-from picotron.files import write_atomically
-from picotron.run.config_reader import override, parse_config
-from picotron.run.model_config import load_model_config
+from picotron.console import UserError
+from workbench.console import text_table
 from workbench.explain.hardware import USABLE, Hardware, fits
 from workbench.explain.measure import on_hardware
 from workbench.explain.memory import GIB, Memory, bubble, rank_memory
 from workbench.explain.step_time import Forecast, forecast
+from workbench.files import write_atomically
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.plan import SchedulePlan
+from workbench.run.config_reader import override, parse_config
+from workbench.run.model_config import load_model_config
 from workbench.schedules.schedules import SCHEDULES
 from workbench.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from workbench.sweep.jobs import Job

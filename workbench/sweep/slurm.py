@@ -18,7 +18,7 @@ import jinja2
 
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.files import write_atomically
+from workbench.files import write_atomically
 from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,11 @@ from statistics import fmean, median
 from typing import Any
 
 from picotron.config import Config
-from picotron.console import UserError, number, print_line, text_table
-from picotron.files import read_object, write_atomically
-from picotron.run.config_reader import parse_config
-from picotron.run.run_folder import LARGEST, parse_load_path, read_records
+from picotron.console import UserError
+from workbench.console import number, print_line, text_table
+from workbench.files import read_object, write_atomically
+from workbench.run.config_reader import parse_config
+from workbench.run.run_folder import LARGEST, parse_load_path, read_records
 from workbench.sweep.combinations import FLAGS, canonical_json, folder_names
 from workbench.sweep.jobs import Job, find_jobs
 

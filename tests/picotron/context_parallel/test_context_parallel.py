@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conformance.oracle import (
+    make_config,
     tiny_llama,
 )
 from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.context_parallel import block_attention
-from picotron.context_parallel.context_parallel import attend_across_ranks
-from picotron.context_parallel.positions import local_positions
-from picotron.model.llama import fused_attention
+from picotron.context_parallel.context_parallel import local_positions
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.run.layout_checks import check_context_parallel
+from workbench.run.layout_checks import check_context_parallel
+from workbench.variants.choose import attention
 
 
 def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:
@@ -35,14 +35,15 @@ def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: 
     """Return this rank's positions, and its shards of the output and of the gradients of q, k and v."""
     cp = dist.get_world_size()
     grid = setup_process_group_manager(1, cp, 1, 1)
-    layout = Distributed(cp_size=cp, cp_engine=engine, cp_sharding=sharding)
+    layout = {"distributed__cp_engine": engine, "distributed__cp_sharding": sharding}
+    config = make_config(distributed__cp_size=cp, training__seq_length=length, **layout)
     positions = local_positions(length, cp, grid.cp_rank, sharding)
     # The strides are those of the model, which transposes (B, T, H, K).
     *qkv, dy = (
         x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(dtype, length)
     )
     q, k, v = (x.detach().requires_grad_() for x in qkv)
-    y = attend_across_ranks(layout, fused_attention)(q, k, v)
+    y = attention(config)(q, k, v)
     y.backward(dy)
     assert all(x.dtype == dtype for x in (y, q.grad, k.grad, v.grad))
     return positions, y.detach(), q.grad, k.grad, v.grad

@@ -14,13 +14,13 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from picotron.data_parallel.zero1 import DataParallelZero1
-from picotron.data_parallel.zero3 import DataParallelZero3
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad
-from picotron.optimizer.optimizer import AdamW, clip_grad_norm
+from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.fake_group import fake_rank
+from workbench.variants.zero1 import DataParallelZero1
+from workbench.variants.zero3 import DataParallelZero3
 
 WRAPPERS = {
     "naive": DataParallelNaive,

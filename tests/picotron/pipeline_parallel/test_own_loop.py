@@ -16,8 +16,9 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.optimizer.optimizer import clip_grad_norm, make_optimizer
+from picotron.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from workbench.variants.choose import make_optimizer
 
 MODEL = {"num_hidden_layers": 4, "tie_word_embeddings": True}
 M, STEPS = 3, 3

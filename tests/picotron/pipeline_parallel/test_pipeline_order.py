@@ -16,8 +16,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
-from picotron.pipeline_parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
-from picotron.pipeline_parallel.train_step import train_step
+from picotron.pipeline_parallel.pipeline_parallel import train_step, train_step_pipeline_1f1b, train_step_pipeline_afab
 from workbench.schedules.schedules import build
 
 STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from picotron.model.flops import Cost
+from picotron.model.families import Cost
 from picotron.pipeline_parallel.stages import _assign_layers
 from workbench.schedules.actions import rank_of
 

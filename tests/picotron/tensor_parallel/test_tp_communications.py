@@ -7,7 +7,7 @@ import torch
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel import overlapped
+from picotron.tensor_parallel import tensor_parallel
 
 
 def events_of_backward(sequence_parallel: bool) -> list[str]:
@@ -15,7 +15,7 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
     setup_process_group_manager(2, 1, 1, 1)
     events: list[str] = []
     names = {"start_sum": "dx", "start_all_gather": "x"}
-    originals = {name: getattr(overlapped, name) for name in names}
+    originals = {name: getattr(tensor_parallel, name) for name in names}
 
     def noted(name: str) -> Any:
         def start(*arguments: Any) -> Any:
@@ -34,15 +34,15 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
 
     x, weight = torch.randn(2, 4, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     group = pgm.process_group_manager.tp_group
-    (y,) = overlapped.ColumnParallel.apply(x, group, sequence_parallel, weight)
+    (y,) = tensor_parallel.ColumnParallel.apply(x, group, sequence_parallel, weight)
     for name in names:
-        setattr(overlapped, name, noted(name))
+        setattr(tensor_parallel, name, noted(name))
     try:
         with Multiplications():
             y.sum().backward()
     finally:
         for name, original in originals.items():
-            setattr(overlapped, name, original)
+            setattr(tensor_parallel, name, original)
     return events
 
 

@@ -12,11 +12,11 @@ import pytest
 import train
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
-from picotron.run.config_reader import parse_command_line
 from tests.workbench.explain.test_explain import config_of
 from workbench.explain.explain import run_rank, run_stages
 from workbench.explain.measure import cores, find_hardware
 from workbench.pipelines.engine import plan_pipeline
+from workbench.run.config_reader import parse_command_line
 
 
 def test_brief_steps_equal_full_ones() -> None:

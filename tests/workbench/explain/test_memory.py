@@ -16,12 +16,11 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
-from picotron.optimizer.optimizer import make_optimizer
-from picotron.parallelize import build_model
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.explain import bytes_held
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
+from workbench.variants.choose import build_model, make_optimizer
 
 CPU = torch.device("cpu")
 

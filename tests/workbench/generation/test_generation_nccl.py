@@ -12,7 +12,6 @@ from torch import Tensor
 from conformance.oracle import CPU, tiny_llama
 from conformance.training import layout_name, pipeline_config
 from picotron.config import Config
-from picotron.parallelize import build_stage
 from tests.support.nccl_programs import describe, recorded_rank
 from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.generation.rotation import Group, Rotation, generating
@@ -21,6 +20,7 @@ from workbench.pipelines.engine import check_layout
 from workbench.schedules.actions import Action
 from workbench.schedules.generation import generation
 from workbench.schedules.nccl_calls import Part, Program
+from workbench.variants.choose import build_stage
 
 pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 

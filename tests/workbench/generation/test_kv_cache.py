@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from conformance.oracle import CPU
-from picotron.model.packed import PackedDocuments
 from workbench.generation.kv_cache import KVCache
+from workbench.variants.packed import PackedDocuments
 
 
 def test_the_cache_grows_in_blocks_and_drops_sequences() -> None:

@@ -25,7 +25,6 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
-from picotron.run.launch import StopSignals
 from tests.support.examples import make_trainer, results, save_weights
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
@@ -34,6 +33,7 @@ from workbench.own_loops.trainer import (
     gradient_norms,
     set_up,
 )
+from workbench.run.launch import StopSignals
 
 
 def config_of(folder: Path, **keys: Any) -> Config:

@@ -4,7 +4,7 @@ import pytest
 
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
-from picotron.model.flops import model_cost, part_costs
+from picotron.model.families import model_cost, part_costs
 from workbench.pipelines.layouts import parse_stages, stage_weights
 
 

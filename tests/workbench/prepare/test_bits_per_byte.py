@@ -9,11 +9,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from conformance.oracle import tiny_llama
-from picotron.data.loader import split_train_eval
-from picotron.data.rows import SomeRows, TextRows
-from picotron.data.token_files import map_token_files, targets_and_bytes
+from picotron.data.loader import TextRows
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
+from workbench.run.rows import SomeRows, targets_and_bytes
+from workbench.run.token_files import map_token_files
+from workbench.variants.choose import split_train_eval
 
 KINDS = ("prepend", "metaspace first", "byte-level", "byte-level trimmed", "ByT5")  # those that can restore any text
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve 日本語のテキスト。 🙂👍🏽", "", "It is 4.", "語", *CORPUS[:40]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from picotron.files import locked
+from workbench.files import locked
 from workbench.prepare.cache import cached
 
 

@@ -10,15 +10,12 @@ from conformance.oracle import make_config, random_tokens
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.loader import (
-    MicroBatchDataLoader,
-    data_fingerprint,
-    epoch_order,
-    split_train_eval,
-)
-from picotron.data.rows import Samples, Text, TextRows
-from picotron.data.whole import WholeText
+from picotron.data.loader import MicroBatchDataLoader, TextRows, epoch_order
 from picotron.process_group_manager import setup_process_group_manager
+from workbench.run.rows import data_fingerprint
+from workbench.run.token_files import Samples, Text
+from workbench.variants.choose import split_train_eval
+from workbench.variants.whole import WholeText
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import create_config
-from picotron.run.config_reader import load_config
+from workbench.run.config_reader import load_config
 from workbench.sweep.jobs import find_jobs
 
 BASE: dict[str, Any] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron.run.run_folder import checkpoint_folders
 from tests.support.jobs import RESUMED, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
+from workbench.run.run_folder import checkpoint_folders
 from workbench.sweep.jobs import Job
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from picotron.console import UserError
-from picotron.run.config_reader import parse_config
 from submit_slurm_jobs import main, read_config
 from tests.support.jobs import SHELL_SYNTAX, run_program
+from workbench.run.config_reader import parse_config
 from workbench.sweep import slurm
 from workbench.sweep.jobs import Job
 from workbench.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command

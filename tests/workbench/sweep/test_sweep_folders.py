@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from picotron.run.config_reader import load_config
 from tests.support.jobs import SHELL_SYNTAX
 from tests.workbench.sweep.test_create_config import configs, create, error_message
+from workbench.run.config_reader import load_config
 from workbench.sweep.combinations import folder_names
 from workbench.sweep.jobs import Job
 

@@ -1,0 +1,156 @@
+"""Errors for programs with loops of their own, which may not know that a wrapped module has its gradients in
+`main_grad`, and averaged only after `finish_grad_sync`. A run of train.py never sees these errors.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce
+from picotron.console import UserError
+from picotron.model.placement import placement, replicas
+
+
+class Guard:
+    """The guard of a data-parallel wrapper, and one of its hooks: `remove` ends it.
+
+    Raises:
+        UserError: a parameter has a wrapper already, or two ranks start with different weights.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        module, grid = wrapper.module, pgm.process_group_manager
+        weights: dict[str, nn.Parameter] = dict(module.named_parameters())
+        if wrapped := [name for name, parameter in weights.items() if hasattr(parameter, "main_grad")]:
+            raise UserError(
+                f"{wrapped[0]} is wrapped for data parallelism already; call close() of that wrapper, or build the module again"
+            )
+        for group in dict.fromkeys(map(replicas, weights.values())):
+            check_equal({name: p for name, p in weights.items() if replicas(p) is group}, group)
+        check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
+        self.wrapper, self.names, self.grid, self.is_closed = wrapper, names_of(module), grid, False
+        self.trained = {parameter for parameter in self.names if parameter.requires_grad}
+        self.hooks = [register_optimizer_step_pre_hook(self.before_step)]
+        self.hooks += [parameter.register_post_accumulate_grad_hook(self.on_gradient) for parameter in self.trained]
+        wrapper.register_forward_pre_hook(self.before_forward)
+        module.zero_grad = ZeroGrad(module, wrapper)
+
+    def remove(self) -> None:
+        self.is_closed = True
+        for hook in self.hooks:
+            hook.remove()
+        vars(self.wrapper.module).pop("zero_grad", None)
+
+    def before_forward(self, *_: Any) -> None:
+        if self.is_closed:
+            raise UserError("this data-parallel wrapper is closed; wrap the module again")
+        grid = pgm.process_group_manager
+        if grid is not self.grid and str(grid) != str(self.grid):
+            raise UserError(
+                f"a model in the layout {self.grid} cannot run in {grid}; use one layout in a process at a time"
+            )
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        wrapper, own = self.wrapper, placement(parameter)
+        has_replicas = dist.get_world_size(replicas(parameter)) > 1
+        if parameter.grad is None:  # a deferred gradient
+            return
+        if wrapper.is_averaged and (has_replicas or own.sum_over or own.is_tied):
+            raise UserError(
+                f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
+                f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
+            )
+        bucket = wrapper.bucket_of.get(parameter)
+        reduces = wrapper.require_backward_grad_sync and has_replicas
+        if reduces and bucket is not None and parameter not in bucket.pending_parameters:
+            raise UserError(
+                f"{self.names[parameter]} has a second gradient after it was ready to be averaged; set "
+                f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
+                f"use_reentrant=False in checkpoints"
+            )
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self.names]
+        is_ours = getattr(optimizer, "model", None) is self.wrapper
+        if mine and not is_ours and all(parameter.grad is None for parameter in mine):
+            raise UserError(
+                f"{type(optimizer).__name__} finds no gradient of {self.names[mine[0]]}: those of a wrapped module are in "
+                f"main_grad; use picotron.optimizer.AdamW, or set each grad to main_grad(parameter) after finish_grad_sync"
+            )
+        for parameter, name in self.names.items() if mine or is_ours else ():
+            if parameter.requires_grad != (parameter in self.trained):
+                change = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UserError(
+                    f"{name} was {change} after its module was wrapped for data parallelism; set requires_grad before, for the "
+                    f"whole run"
+                )
+
+
+class ZeroGrad:
+    """`zero_grad` of a wrapped module: that of its wrapper. A copy of the module has that of its class."""
+
+    def __init__(self, module: nn.Module, wrapper: nn.Module) -> None:
+        self.module, self.wrapper = module, wrapper
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self.wrapper.zero_grad()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return zero_grad_of(memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        return zero_grad_of, (self.module,)
+
+
+def zero_grad_of(module: nn.Module) -> Any:
+    return functools.partial(type(module).zero_grad, module)
+
+
+def names_of(module: nn.Module) -> dict[Tensor, str]:
+    """Return the names of a module's parameters."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def check_not_replaced(parameters: Iterable[Tensor], buffer: Tensor, module: nn.Module) -> None:
+    """Raise UserError if the data of a module's parameter are no longer in a buffer, such as after
+    `parameter.data = tensor`: the optimizer would go on with those in the buffer.
+    """
+    memory = buffer.untyped_storage()._cdata
+    for parameter in parameters:
+        if parameter.untyped_storage()._cdata != memory:
+            raise UserError(
+                f"{names_of(module)[parameter]}.data has been replaced, but ZeRO keeps the weights in its own buffers; change "
+                f"weights before the module is wrapped, or, with zero1, in place, by copy_ in torch.no_grad()"
+            )
+
+
+def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Check that every rank of a group has the same tensors, by a sum of the bits of each. Tensors without values, such
+    as those on the meta device, are skipped.
+
+    Raises:
+        UserError: a tensor differs, with its name.
+    """
+    memory = {name: x.untyped_storage() for name, x in tensors.items()}
+    held = [name for name, each in memory.items() if each.device.type != "meta" and each.nbytes() > 0]
+    if dist.get_world_size(group) == 1 or not held:
+        return
+    sums = []
+    for x in (tensors[name].detach() for name in held):
+        bits = x.flatten().view(getattr(torch, f"int{8 * min(x.itemsize, 8)}"))
+        # Integers that wrap around have the same sum in any order, and in their own dtype it is fast.
+        sums.append(bits.sum(dtype=bits.dtype).to(tensors[held[0]].device, torch.int64))
+    largest = torch.stack([torch.stack(sums), -torch.stack(sums)])
+    all_reduce(largest, group, dist.ReduceOp.MAX)
+    for name, differs in zip(held, (largest[0] != -largest[1]).tolist(), strict=True):  # waits for the GPU only once
+        if differs:
+            raise UserError(
+                f"{name} differs between ranks {dist.get_process_group_ranks(group)}, which must start with equal weights; "
+                f"load the same file on all of them, or call torch.manual_seed before the model is built"
+            )

@@ -1,0 +1,182 @@
+"""Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from conformance.training import wrapped
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config, Model
+from picotron.optimizer import AdamW
+from picotron.parallelize import unwrap
+from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
+from workbench.run.checkpoint import safetensors_folder, writer
+from workbench.run.checkpoint.host_buffers import HostBuffers
+from workbench.run.checkpoint.writer import CheckpointWriter, model_files
+from workbench.run.metrics import Progress
+from workbench.run.model_config import load_model_config
+from workbench.run.run_folder import checkpoint_folders
+
+
+def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
+    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written when the second
+    snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
+    """
+    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
+    optimizer = AdamW(model, config.training, fused=True)
+    optimizer.restore(0, lambda parameter, name, tensor: None)
+    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
+    write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
+
+    def late(self: CheckpointWriter, progress: Progress, slices: Any) -> None:
+        if progress.step == 1:
+            second_snapshot.wait(0.3)
+        write(self, progress, slices)
+
+    def noticed(self: HostBuffers, tensors: Any) -> Any:
+        copies = snapshot(self, tensors)
+        if addresses:  # of the first save
+            second_snapshot.set()
+        return copies
+
+    addresses: list[list[int]] = []
+    with mock.patch.object(CheckpointWriter, "_write", late), mock.patch.object(HostBuffers, "snapshot", noticed):
+        for step in (1, 2):
+            for each in writer.files.slices():
+                each.tensor.fill_(step)
+            writer.save(Progress(step))
+            addresses.append([buffer.data_ptr() for buffer in writer.buffers.buffers])
+        writer.wait()
+    return addresses
+
+
+def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    layout, keys = {"dp_size": 2, "tp_size": 2}, {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
+    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True), tokenizer)
+    for step in (1, 2):
+        for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+            tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)
+            assert tensors
+            assert all((tensor == step).all() for tensor in tensors.values()), (step, kind)
+    for rank, (first, second) in enumerate(addresses):
+        assert first == second
+        assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing
+
+
+def train_and_list_what_is_synchronised(*arguments: Any) -> list[Path]:
+    synchronised: list[Path] = []
+    with mock.patch.object(
+        os, "fsync", lambda number: synchronised.append(Path(os.readlink(f"/proc/self/fd/{number}")))
+    ):
+        train(*arguments)
+    return synchronised
+
+
+@pytest.mark.linux
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    arguments = run_config(tmp_path, {}), model_of(True), tokenizer
+    ((*files, folder, parent),) = pool.run(train_and_list_what_is_synchronised, 1, *arguments)
+    assert {path.name for path in files} == {path.name for path in (tmp_path / "step_00000010").iterdir()}
+    assert (folder, parent) == (tmp_path / "step_00000010.unfinished", tmp_path)
+
+
+def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[str, int]:
+    """Train while the disk of the last rank is full. Returns the error and the number of steps."""
+
+    def on_a_full_disk(*_: Any) -> Any:
+        return open("/dev/full", "wb")
+
+    take_step, steps = AdamW.step, []
+
+    def counted(self: AdamW) -> None:
+        take_step(self)
+        steps.append(1)
+        time.sleep(0.3)  # gives the background thread time to fail before the next step
+
+    is_full = dist.get_rank() == dist.get_world_size() - 1
+    opened = mock.patch.object(safetensors_folder, "open", on_a_full_disk if is_full else open, create=True)
+    with opened, mock.patch.object(AdamW, "step", counted):
+        return mistake(config, model_config, tokenizer), len(steps)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
+def test_full_disk_raises_the_same_error_on_all_ranks(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool
+) -> None:
+    """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
+    layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
+    keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
+    run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
+    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer)
+    # In the background, the error is raised in one of the next steps, long before the next checkpoint is due.
+    assert results == [results[0]] * 4
+    assert results[0][1] in range(2, 6) if in_background else results[0][1] == 1
+    assert f"{tmp_path}/step_00000006 cannot be written: No space left on device" in results[0][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+    assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(4, [4, 8, 10]), (0, [10]), (None, [])])
+def test_a_finished_run_has_a_checkpoint_unless_the_config_says_none(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, frequency: int | None, steps: list[int]
+) -> None:
+    run(pool, run_config(tmp_path, {}, checkpoint__save_frequency=frequency), model_of(False), tokenizer)
+    assert list(checkpoint_folders(tmp_path)) == steps
+
+
+def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig, tokenizer: Path) -> Any:
+    busy = OSError(39, "Directory not empty")  # the error of network file systems for open files
+    with mock.patch.object(shutil, "rmtree", side_effect=busy):
+        return warnings_of(config, model_config, tokenizer)
+
+
+def test_undeletable_checkpoint_warns_and_training_continues(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "step_00000077.unfinished").mkdir()
+    config = run_config(tmp_path, {}, checkpoint__save_frequency=5, checkpoint__keep_last=1)
+    ((steps, lines),) = pool.run(train_where_nothing_can_be_deleted, 1, config, model_of(False), tokenizer)
+    assert steps == 10
+    assert f"{tmp_path}/step_00000005 cannot be deleted: Directory not empty" in lines
+    assert list(checkpoint_folders(tmp_path)) == [10]
+
+
+def start_with_a_folder_of_its_own(model_config: LlamaConfig, tokenizer: Path, *configs: Config) -> str:
+    with mock.patch.object(writer, "NFS_CACHE_SECONDS", 0):
+        return mistake(configs[dist.get_rank()], model_config, tokenizer)
+
+
+def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    configs = [run_config(folder, {"dp_size": 2}) for folder in folders]
+    for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
+        assert sentence.startswith(f"rank 1 does not see the files of rank 0 in {tmp_path}/o")
+
+
+@pytest.mark.parametrize(("ends", "kept"), [([5, 0, 7], [5, 0, 7]), ([5, 7], 0), (5, 0), (None, 0)])
+def test_a_checkpoint_keeps_the_end_tokens_of_its_model(tokenizer: Path, tmp_path: Path, ends: Any, kept: Any) -> None:
+    """Unless they are those of another tokenizer, whose end token is not among them: that of this tokenizer is 0."""
+    model_of(True).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_p": 0.9}))
+    model_config = load_model_config(Model(name=str(tmp_path)))
+    files = model_files(model_config, "float64", tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(files[name])["eos_token_id"] == kept

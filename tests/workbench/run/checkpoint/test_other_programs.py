@@ -1,0 +1,97 @@
+"""A checkpoint in programs that load Hugging Face model folders: transformers has the same text as generate.py, and
+transformers 4, which reads other keys of config.json, has the same logits.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from conformance.fuzz.chat_templates import CHATML
+from conformance.fuzz.tokenizer_kinds import make_tokenizer
+from conformance.models import FAMILIES
+from conformance.oracle import assert_close, tiny_llama
+from conformance.worker_pool import WorkerPool
+from tests.support.checkpoints import first_half, run
+from workbench.generation import program
+from workbench.run.checkpoint.writer import model_files
+
+# The last version of transformers 4, which many programs that serve models still require, and what it depends on.
+TRANSFORMERS_4 = ["transformers==4.57.3", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]
+LOGITS = """
+import sys, torch, transformers
+assert transformers.__version__.startswith("4.")
+for folder in sys.argv[1:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    torch.save(model(torch.arange(256)[None] % 61).logits.detach(), folder + "/logits.pt")
+"""
+ROPE: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 500000.0},
+    {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0},
+    {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+]  # fmt: skip
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+PROMPT, MESSAGES = "def f(x)", [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.usefixtures("_end_process_group")
+def test_transformers_generates_the_text_of_generate_py(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer("byte-level")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model_config = tiny_llama("qwen3", vocab_size=len(tokenizer), initializer_range=0.5, eos_token_id=7)
+    run(pool, first_half(tmp_path / "run", {"pp_size": 2}), model_config, tmp_path / "tokenizer")
+
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, [{"prompt": PROMPT}, {"messages": MESSAGES}])))
+    words = ["--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "o.jsonl", "--max_new_tokens", 20]
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path / "run"), *map(str, words)])
+    program.main()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert len(set(texts)) == 2
+
+    folder = tmp_path / "run" / "step_00000005"
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert (model.config.model_type, model.dtype) == ("qwen3", torch.float64)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].size(1) :]
+    assert tokenizer.decode(output, skip_special_tokens=True) == texts[0]
+    inputs = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    output = model.generate(**inputs, **GREEDY)[0, inputs["input_ids"].size(1) :]
+    assert tokenizer.decode(output, skip_special_tokens=True) == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_transformers_4_has_the_same_logits(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "old")]
+    subprocess.run([*pip, *TRANSFORMERS_4], check=True)
+    ids, expected = torch.arange(256)[None] % 61, {}
+    for family, rope in itertools.product(FAMILIES, ROPE):
+        if (
+            family == "olmo2" and rope["rope_type"] != "default"
+        ):  # its config in transformers 4 knows an older name only
+            continue
+        config = tiny_llama(family, rope_parameters=rope, max_position_embeddings=512)
+        model = AutoModelForCausalLM.from_config(config).float()
+        folder = tmp_path / f"{family}_{rope['rope_type']}"
+        model.save_pretrained(folder)
+        for name, content in model_files(config, "float32", None).items():
+            (folder / name).write_bytes(content)
+        expected[folder] = model(ids).logits.detach()
+    command = [sys.executable, "-c", LOGITS, *map(str, expected)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path / "old")}, check=True)
+    for folder, logits in expected.items():
+        assert_close(torch.load(folder / "logits.pt"), logits, 1e-5, folder.name)

@@ -1,0 +1,162 @@
+"""Runs that were killed, stopped or out of disk space resume exactly, in worker processes and as programs."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerError, WorkerPool
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
+from tests.support.program import TORCHRUN, arguments, changed_program, metrics
+from workbench.files import UNFINISHED
+from workbench.run.launch import StopSignals
+from workbench.run.metrics import Metrics, Progress
+from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
+
+KILLS = 3
+
+
+def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
+    """Send SIGKILL to all processes of the pool `delay` seconds after `steps` more checkpoints exist than now.
+
+    Args:
+        writing: whether to wait until a checkpoint is being written.
+    """
+    goal = max(checkpoint_folders(save_dir), default=0) + steps
+    while max(checkpoint_folders(save_dir), default=0) < goal:
+        time.sleep(0.0005)
+    time.sleep(delay)
+    while True:
+        send(pool, signal.SIGSTOP)
+        coming = checkpoint_folder(save_dir, max(checkpoint_folders(save_dir)) + 1)
+        if not writing or coming.with_name(coming.name + UNFINISHED).exists():
+            break
+        send(pool, signal.SIGCONT)
+        time.sleep(0.0005)
+    send(pool, signal.SIGKILL)
+
+
+def send(pool: WorkerPool, number: int) -> None:
+    for process in pool.processes:
+        os.kill(process.pid, number)
+
+
+@pytest.mark.processes
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp_path: Path) -> None:
+    """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
+    pool, generator, unfinished = WorkerPool(), random.Random(0), 0
+    model, layout = tiny_llama(), {"pp_size": 2}
+    steps = 10 + 4 * KILLS
+    keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
+    config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
+    try:
+        for kill in range(KILLS):
+            moment = generator.randrange(1, 4), generator.random() * 0.04, kill % 2 == 0
+            killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment), daemon=True)
+            killer.start()
+            with pytest.raises(WorkerError, match="the worker died"):
+                pool.run(train, 2, config, model, tokenizer)
+            killer.join()
+            unfinished += len(list((tmp_path / "killed").glob("*.unfinished")))
+        went_on_from = max(checkpoint_folders(tmp_path / "killed"))
+        (result, _) = pool.run(train, 2, config, model, tokenizer)
+        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model, tokenizer)
+    finally:
+        pool.close()
+    assert KILLS <= went_on_from < steps
+    assert unfinished >= KILLS / 2  # these runs were killed while they wrote
+    assert result["losses"] == whole["losses"][went_on_from:]
+    assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
+    assert len(list((tmp_path / "killed").iterdir())) == 3
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        ours, theirs = (tensors_of(checkpoint_folder(tmp_path / name, steps), kind) for name in ("killed", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
+    setup_process_group_manager(1, 1, 1, 3)
+    config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
+    results = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
+    signals, one = StopSignals(), torch.ones(())
+
+    def stop() -> int:
+        return results.end_step(Progress(step=1), one, one, 0.1, signals.number())[1]
+
+    before = stop()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # torchrun repeats the signal
+    after = stop()
+    StopSignals.received = 0
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_DFL)
+    return before, after, dist.get_rank()
+
+
+def test_a_jump_of_the_learning_rate_is_a_warning(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    """A finished cosine is prolonged from 10 to 20 steps, which makes its middle of its end; wsd has no jump."""
+    for scheduler, expected in (("cosine", ["step 11 is 0.0055, but 0.001 in"]), ("wsd", [])):
+        keys = {"training__lr_scheduler": scheduler, "training__warmup_steps": 0, "checkpoint__load_path": "latest"}
+        folder = tmp_path / scheduler
+        first = run_config(folder, {}, **keys)
+        if scheduler == "wsd":
+            first = first_half(folder, {}, **keys)
+        pool.run(warnings_of, 1, first, tiny_llama(), tokenizer)
+        longer = run_config(folder, {}, **keys, training__total_train_steps=20)
+        ((_, lines),) = pool.run(warnings_of, 1, longer, tiny_llama(), tokenizer)
+        assert [part for line, part in zip(lines, expected, strict=True) if part in line] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
+    assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
+
+
+# ------------------------------------------------------------------------------------------------------ whole programs
+
+
+def start(home: Path, command: list[str], words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, "--config", "template/base_config.json", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(home), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        timeout=240,
+        check=False,
+        start_new_session=True,
+    )
+
+
+def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
+    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
+    stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
+    words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
+    result = start(home, [sys.executable, stopped], words)
+    assert result.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in result.stderr
+    assert "error" not in result.stderr
+    assert f"checkpoint {tmp_path}/run/step_00000003: " in result.stdout
+    assert result.stdout.endswith("stopped by SIGINT, without an error\n")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+    files = [".run_lock", "config.json", "metrics.jsonl", "step_00000003"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path) -> None:
+    stopped = changed_program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
+    keys = {"distributed.pp_size": 2, "training.total_train_steps": 1000}
+    result = start(home, [*TORCHRUN, "2", stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    assert result.returncode == 1
+    assert "stopped by SIGTERM, without an error" in result.stdout
+    assert list(checkpoint_folders(tmp_path / "run")) == [len(metrics(tmp_path / "run"))]

@@ -1,0 +1,130 @@
+"""Validation of configs: wrong values, conflicts between keys, and layouts that do not fit, each all at once."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from picotron.console import UserError
+from workbench.pipelines.engine import check_run
+from workbench.run.config_reader import parse_config
+
+MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """Return a copy of MINIMAL with `section__key=value` or `section=value` set."""
+    data = json.loads(json.dumps(MINIMAL))
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            data.setdefault(section, {})[name] = value
+        else:
+            data[section] = value
+    return data
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"training__lerning_rate": 1e-3}, "training.lerning_rate; did you mean training.learning_rate?"),
+    ({"model__seed": 1}, "did you mean training.seed?"),
+    # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have
+    ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
+    ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
+    ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),
+    ({"training": {"lr_scheduler": "wsd", "warmup_steps": 185}}, "set decay_steps to at most 15"),
+    ({"distributed__cp_size": 4, "training__seq_length": 1028}, "seq_length=1028 is not divisible by 8"),
+    (
+        {"distributed": {"cp_size": 2, "tp_size": 6, "sequence_parallel": True}, "training__seq_length": 16},
+        "not divisible by 12",
+    ),
+    ({"distributed__cp_size": 2, "model__use_flash_attention": False}, "cp_engine='ring' needs fused attention"),
+    (
+        {"distributed": {"cp_size": 2, "use_cpu": False}, "model__dtype": "float64"},
+        "no kernel for model.dtype='float64'",
+    ),
+    ({"model__float8": True, "model__dtype": "float64"}, "model.float8=true"),
+    ({"dataset__completion_column": "a"}, "not completion_column='a'"),
+    ({"dataset__prompt_column": "q", "dataset__completion_column": "q"}, "are both 'q'"),
+    (
+        {"dataset__messages_column": "chat", "dataset__text_column": "text"},
+        "not text_column='text' and messages_column='chat'",
+    ),
+    ({"dataset__long_samples": "cut"}, "long_samples='cut' is for samples"),
+    ({"distributed__pp_engine": "gpipe"}, "no schedule 'gpipe'; choose one of afab, 1f1b"),
+    (
+        {"distributed__pp_size": 2, "logging__trace_steps": [3, 300]},
+        "trace_steps=[3, 300] exceeds total_train_steps=200",
+    ),
+    (
+        {"distributed": {"pp_chunks": 2}, "schedule": {"pp_chunks": 2}},
+        "distributed.pp_chunks is the earlier name of schedule.pp_chunks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_config_rejects_bad_values_with_one_sentence(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_config(changed(**changes))
+    assert expected in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def problems_of(check: Callable[[], object]) -> tuple[str, ...]:
+    with pytest.raises(UserError) as error:
+        check()
+    return error.value.problems
+
+
+def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each config also has the mistakes of the later rounds, which are not reached."""
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    misfits = {
+        "distributed": {"pp_size": 9, "cp_size": 2, "cp_engine": "ulysses", "tp_size": 3},
+        "model__float8": True,
+    }
+    conflicts = {
+        "training__warmup_steps": 300,
+        "training__eval_frequency": 300,
+        "training__seq_length": 126,
+        "training__decay_steps": 9,
+        "logging__trace_steps": [300],
+    }
+    wrong = {"training__seed": "x", "dataset__nmae": "x", "model__dtype": 1, "checkpoint": [1]}
+    assert len(problems_of(lambda: parse_config(changed(**misfits, **conflicts, **wrong)))) == len(wrong)
+    assert len(problems_of(lambda: parse_config(changed(**misfits, **conflicts)))) == len(conflicts)
+    config = parse_config(changed(**misfits))
+    assert len(problems_of(lambda: check_run(config))) == 5  # processes, pp, cp, tp, float8
+
+
+def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
+    config = parse_config(changed(training__learning_rate=0.1 + 0.2))
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.seed = 1  # type: ignore[misc]
+    assert parse_config(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_samples", "masks"),
+    [
+        ({}, False, False),
+        ({"text_column": "body", "mask_documents": True}, False, True),
+        ({"messages_column": "chat"}, True, True),
+        ({"prompt_column": "q", "completion_column": "a", "mask_documents": False}, True, False),
+    ],
+)
+def test_samples_attend_only_to_themselves_by_default(keys: dict[str, Any], has_samples: bool, masks: bool) -> None:
+    section = parse_config(changed(dataset={"name": "python-stdlib"} | keys)).dataset
+    assert (section.has_samples, section.masks_documents) == (has_samples, masks)
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [("wsd", "1, and not yet the 0.1"), ("constant", "")])
+def test_max_tokens_that_end_a_run_before_its_decay_are_a_warning(
+    caplog: pytest.LogCaptureFixture, scheduler: str, expected: str
+) -> None:
+    """50 of 200 steps, of which wsd decays in the last 20."""
+    training = {"learning_rate": 1.0, "lr_scheduler": scheduler, "max_tokens": 50 * 1024, "seq_length": 1024}
+    check_run(parse_config(changed(training=training)))
+    assert len(caplog.messages) == bool(expected)
+    assert expected in "".join(caplog.messages)

@@ -1,0 +1,140 @@
+"""Errors and hangs that concern other ranks are reported in one sentence; a signal shows where a process is."""
+
+import contextlib
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.console import UserError
+from workbench.pipelines.engine import check_model
+from workbench.run import launch
+from workbench.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
+
+
+def with_config_of_its_own(*changes: dict[str, Any]) -> str:
+    try:
+        check_same_config(make_config(**changes[dist.get_rank()]))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
+    """Replicas that start from other weights, or update them otherwise, would train without an error."""
+    for error in pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}):
+        assert "rank 1 has training.seed=7, but rank 0 has 42" in error
+    assert pool.run(with_config_of_its_own, 2, {}, {"environment__OMP_NUM_THREADS": 3}) == ["", ""]
+
+
+def with_files_of_its_own(config: Config, *folders: Path) -> str:
+    with contextlib.chdir(folders[dist.get_rank()]):
+        model_config, plan = check_model(config)
+    try:
+        check_same_config(config, model_config, plan.identity)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    """Files of one name, on machines of their own: another model or another schedule would train without an error."""
+    machines = [({}, "1F0,1F1"), ({"rms_norm_eps": 0.1}, "1F0,1F1"), ({}, "1F1,1F0")]
+    folders = [tmp_path / str(i) for i in range(3)]
+    for folder, (changes, order) in zip(folders, machines, strict=True):
+        tiny_llama(**changes).save_pretrained(folder / "model")
+        (folder / "order.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
+    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 2}
+    config = make_config(model__name="model", distributed__pp_engine="csv:order.csv", **keys)
+    found = [pool.run(with_files_of_its_own, 2, config, folders[0], folder) for folder in folders]
+    assert found[0] == ["", ""]
+    starts = ("the model's rms_norm_eps=0.1, but", "the schedule's SHA-256='")
+    for texts, start in zip(found[1:], starts, strict=True):
+        assert texts == [texts[0]] * 2
+        assert texts[0].startswith(f"rank 1 has {start}")
+
+
+def call_alone(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def wait_for_others() -> str | None:
+    """Let rank 0 call a collective that rank 1 does not call. Returns the sentence of rank 0."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        return None
+    try:
+        call_alone(group)
+    except RuntimeError as error:
+        return missing_ranks(error)
+    raise AssertionError("the collective succeeded on one rank")
+
+
+def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
+    sentence, nothing = pool.run(wait_for_others, 2)
+    assert sentence is not None
+    assert nothing is None
+    assert sentence.startswith("timed out: other ranks did not reach call_alone (tests/workbench/run/test_launch.py:")
+    assert "), called by wait_for_others (tests/workbench/run/test_launch.py:" in sentence
+
+
+def test_own_errors_are_not_taken_for_those_of_others() -> None:
+    for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
+        assert missing_ranks(error) is None
+
+
+def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("writev [::1]:2: Broken pipe")
+    assert "another rank has ended" in str(missing_ranks(caught.value))
+
+
+@pytest.mark.processes
+def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
+    program = (
+        "import signal; from workbench.run.launch import set_up_logging; set_up_logging()\n"
+        "def here(): signal.raise_signal(signal.SIGUSR2)\n"
+        "here(); print('continues')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "continues\n"
+    assert 'File "<string>", line 2 in here' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None)],
+    ids=str,
+)
+def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
+    environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    real = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: calls.append(text) or real(text))
+    assert set_up_device(make_config(distributed__use_cpu=False)) == torch.device("cuda", 0)
+    assert calls == ([] if expected is None else [expected]) + [0]  # before the device gets its first memory
+
+
+@pytest.mark.parametrize(("backend", "is_bound"), [(None, True), ("gloo", False)])
+def test_only_nccl_is_bound_to_its_device(backend: str | None, is_bound: bool) -> None:
+    device = torch.device("cuda", 0)
+    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
+        init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
+    assert init.call_args.args == (backend or "nccl",)
+    assert init.call_args.kwargs["device_id"] == (device if is_bound else None)

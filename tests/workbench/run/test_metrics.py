@@ -1,0 +1,244 @@
+"""Metrics of a run: the MFU formula, the fields of metrics.jsonl, and the handling of NaN, earlier runs and wandb."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerPool
+from picotron.console import UserError
+from picotron.model.families import model_cost
+from picotron.model.llama import Llama
+from picotron.process_group_manager import setup_process_group_manager
+from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.metrics import Metrics, Progress, peak_flops
+from workbench.run.run_folder import begin_run, claim_save_dir
+from workbench.schedules.schedule_csv import as_csv
+from workbench.schedules.schedules import build
+
+FIELDS = [
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
+    "tokens_per_second_per_gpu", "mfu", "memory_gb",
+]  # fmt: skip
+
+
+def test_flops_of_a_token_equal_those_torch_counts() -> None:
+    """Torch counts only matmuls, so the norms are subtracted; for attention it counts all T x T scores in each pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from workbench.variants.packed import math_attention
+
+    config = tiny_llama(hidden_size=64, intermediate_size=128)
+    model = Llama(config, math_attention)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 16, dtype=torch.long)).sum().backward()
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert counter.get_total_flops() / (2 * 16) == model_cost(config, 16).flops - norms
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_peak_flops_is_exact_for_known_devices_and_none_for_others(name: str, expected: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == expected
+    assert peak_flops(name, torch.float32) is None
+
+
+def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint: Any = None) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    setup_process_group_manager(1, 1, 1, dist.get_world_size())
+    config = make_config(
+        checkpoint__save_dir=folder,
+        distributed__dp_size=dist.get_world_size(),
+        logging__use_wandb=wandb,
+        training__seq_length=8,
+    )
+    resumed = Checkpoint.state_in(checkpoint, folder) if checkpoint else None
+    records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
+    wandb_run_id = resumed.wandb_run_id if resumed else None
+    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, records, wandb_run_id)
+    progress = Progress(resumed.step if resumed else 0)
+    for loss in losses:
+        metrics.start_step()
+        progress = progress.after_step(config)
+        mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
+        metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
+    metrics.close()
+
+
+def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
+    first, second = (as_csv(build(name, 2, 4).programs) for name in ("1f1b", "zbv"))
+    config = make_config(checkpoint__save_dir=str(tmp_path))
+    begin_run(config, None, first)
+    begin_run(config, 0, first)
+    assert not (tmp_path / "earlier.1").exists()
+    begin_run(config, 0, second)
+    assert (tmp_path / "schedule.csv").read_text() == second
+    assert (tmp_path / "earlier.1/schedule.csv").read_text() == first
+    begin_run(config, 0)
+    assert not (tmp_path / "schedule.csv").exists()
+    assert (tmp_path / "earlier.2/schedule.csv").read_text() == second
+
+
+def test_completions_of_steps_that_are_taken_again_are_archived(tmp_path: Path) -> None:
+    config, file = make_config(checkpoint__save_dir=str(tmp_path)), tmp_path / "completions.jsonl"
+    lines = [json.dumps({"step": step, "completion": text}) + "\n" for step in (2, 4) for text in "ab"]
+    file.write_text("".join(lines) + '{"step": 6, "comp')  # as a killed run leaves it
+    begin_run(config, 2)
+    assert file.read_text() == "".join(lines[:2])
+    assert (tmp_path / "earlier.1/completions.jsonl").read_text().startswith("".join(lines))
+    begin_run(config, 2)
+    assert file.read_text() == "".join(lines[:2])
+    begin_run(config, None)
+    assert not file.exists()
+    assert (tmp_path / "earlier.2/completions.jsonl").read_text() == "".join(lines[:2])
+
+
+def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(log_steps, 2, str(tmp_path / "deep" / "run"), [math.pi, math.e])
+    lines = [json.loads(line) for line in (tmp_path / "deep/run/metrics.jsonl").read_text().splitlines()]
+    assert [list(line) for line in lines] == [FIELDS, FIELDS]
+    assert [line["loss"] for line in lines] == [math.pi + 0.5, math.e + 0.5]
+    assert [line["tokens"] for line in lines] == [32, 64]
+    for line in lines:
+        assert line["tokens_per_second"] == 32 / line["step_time"]
+        assert line["tokens_per_second_per_gpu"] == line["tokens_per_second"] / 2
+        assert line["mfu"] is None
+        assert 0.05 < line["memory_gb"] < 10
+    assert json.loads((tmp_path / "deep/run/config.json").read_text())["training"]["seq_length"] == 8
+
+
+def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        pool.run(log_steps, 1, str(tmp_path), [loss])
+        (tmp_path / f"trace_step_0000000{loss:.0f}.jsonl").touch()
+    assert (tmp_path / "earlier.2/trace_step_00000002.jsonl").exists()
+    assert [path.name for path in tmp_path.glob("trace_step_*")] == ["trace_step_00000003.jsonl"]
+    kept = {str(path.parent): json.loads(path.read_text())["loss"] for path in tmp_path.rglob("metrics.jsonl")}
+    assert kept == {str(tmp_path): 3.0, str(tmp_path / "earlier.1"): 1.0, str(tmp_path / "earlier.2"): 2.0}
+    assert {path.parent.name for path in tmp_path.rglob("config.json")} == {tmp_path.name, "earlier.1", "earlier.2"}
+
+
+def test_resumed_run_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(log_steps, 1, str(tmp_path), [5.0, 4.0, 3.0])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # an incomplete line, as a killed run may leave
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    state = types.SimpleNamespace(step=2, wandb_run_id=None)
+    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000002", state=state)
+    pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 4.0), (3, 2.5)]
+    # Checkpoints after the resumed step are moved aside with their records.
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
+    assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
+    # Records of later steps are kept even if no checkpoint of them is.
+    checkpoint = types.SimpleNamespace(
+        folder=tmp_path / "step_00000001", state=types.SimpleNamespace(step=1, wandb_run_id=None)
+    )
+    (tmp_path / "step_00000002").rmdir()
+    pool.run(log_steps, 1, str(tmp_path), [2.0], False, checkpoint)
+    kept = [json.loads(line)["loss"] for line in (tmp_path / "earlier.2/metrics.jsonl").read_text().splitlines()]
+    assert kept == [5.0, 4.0, 2.5]
+
+
+def refused(folder: str, losses: list[float]) -> str:
+    with pytest.raises(UserError) as error:
+        log_steps(folder, losses)
+    return str(error.value)
+
+
+def test_a_nan_stops_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for message in pool.run(refused, 2, str(tmp_path), [1.0, 2.0, math.nan]):
+        assert message.startswith("step 3: loss is nan; try a lower learning_rate than 0.1")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def refused_on_rank_1(folder: str) -> str:
+    return refused(folder, [1.0, math.nan if dist.get_rank() == 1 else 1.0])
+
+
+def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
+    for message in pool.run(refused_on_rank_1, 2, str(tmp_path)):
+        assert "only rank 1 computed such a loss" in message
+
+
+def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written: Not a directory; choose another folder"):
+        claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/file/run"))
+    tiny_llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"is a model folder, and its config\.json must be kept; choose another"):
+        claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/model"))
+    claim_save_dir(make_config(checkpoint__save_dir=f"{tmp_path}/deep/new/folder"))
+    assert [path.name for path in (tmp_path / "deep/new/folder").iterdir()] == [".run_lock"]
+
+
+def test_a_run_does_not_archive_its_own_model(tmp_path: Path) -> None:
+    """A second round of fine-tuning that starts from a checkpoint of the first, and writes to its folder."""
+    (checkpoint := tmp_path / "run" / "step_00000040").mkdir(parents=True)
+    keys = {"model__name": str(checkpoint), "checkpoint__save_dir": f"{tmp_path}/run"}
+    with pytest.raises(UserError, match=r"model\.name='.*step_00000040' is in checkpoint\.save_dir=.*; choose another"):
+        claim_save_dir(make_config(**keys))
+    claim_save_dir(make_config(**keys, checkpoint__load_path=str(checkpoint)))
+    claim_save_dir(make_config(**keys | {"checkpoint__save_dir": f"{tmp_path}/other"}))
+
+
+def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:
+    calls: dict[str, Any] = {"logged": []}
+    fake: Any = types.ModuleType("wandb")
+    run = types.SimpleNamespace(
+        id="an id",
+        log=lambda record, step: calls["logged"].append((step, record["loss"])),
+        finish=lambda: calls.update(done=True),
+    )
+
+    def init(**arguments: Any) -> Any:
+        if login == "no network" and arguments["mode"] == "online":
+            raise fake.errors.Error("cannot reach the server")
+        calls.update(arguments)
+        return run
+
+    fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+    fake.login, fake.init = lambda prompt, verify: login != "none", init
+    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))
+    sys.modules["wandb"] = fake
+    try:
+        log_steps(folder, [1.0, 2.0], wandb=True, checkpoint=checkpoint)
+    finally:
+        del sys.modules["wandb"]
+    return calls
+
+
+@pytest.mark.parametrize("login", ["good", "none", "no network"])
+def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_path: Path, login: str) -> None:
+    (tmp_path / "run").mkdir()
+    first, second = pool.run(log_with_wandb, 2, str(tmp_path / "run"), login)
+    assert first["logged"] == [(1, 1.5), (2, 2.5)]
+    assert first["mode"] == ("online" if login == "good" else "offline")
+    assert first["done"]
+    assert first["settings"] == {"init_timeout": 20, "disable_git": True}
+    assert second == {"logged": []}  # only rank 0 logs to wandb
+
+
+def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -> None:
+    state = types.SimpleNamespace(step=3, wandb_run_id="abc")
+    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000003", state=state)
+    calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
+    assert (calls["id"], calls["resume"]) == ("abc", "allow")
+    assert [step for step, _ in calls["logged"]] == [4, 5]
+    calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
+    assert "id" not in calls

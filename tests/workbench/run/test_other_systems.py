@@ -1,0 +1,95 @@
+"""Programs on a system without what only Linux has: forks, /proc, and a list of the cores that a process may use."""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from conformance.oracle import tiny_llama
+from picotron.console import UserError
+from tests.support.program import arguments, metrics, run
+from workbench.prepare.tokens import train_bpe
+from workbench.run import ranks
+
+# Python imports this file in each process that starts, also in those that programs start.
+WITHOUT_LINUX = """
+import os, sys, sysconfig, urllib.request  # the last two ask for the real system
+sysconfig.get_config_vars()
+sys.platform = "darwin"
+del os.sched_getaffinity
+stat = os.stat
+os.stat = lambda path, *more, **keys: stat("no file" if str(path).startswith("/proc/") else path, *more, **keys)
+
+def refuse(event, arguments):
+    if event == "os.fork" or (event == "open" and str(arguments[0]).startswith("/proc/")):
+        raise OSError(f"{event} {arguments} on a system without it")
+
+sys.addaudithook(refuse)
+"""
+
+
+@pytest.fixture
+def without_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # there, it is lo0
+
+
+@pytest.mark.processes
+def test_a_run_is_the_same_without_forks(
+    home: Path, tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest
+) -> None:
+    """Its ranks, and the processes that tokenise, are new ones. Its messages are there, too."""
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(2000)))
+    keys = {"dataset.name": text, "dataset.num_proc": 2, "model.tokenizer": tokenizer, "training.eval_frequency": 0}
+    losses, outputs = [], []
+    for name in ("forks", "spawned"):
+        environment = {"XDG_CACHE_HOME": str(tmp_path / name)}
+        result = run(home, *arguments(tmp_path / name, 2, 1, **keys), **environment)
+        assert result.returncode == 0, result.stderr
+        losses.append([(record["loss"], record["grad_norm"]) for record in metrics(tmp_path / name)])
+        outputs.append(len(result.stdout.splitlines()))
+        request.getfixturevalue("without_linux")
+    assert losses[0] == losses[1]
+    assert outputs[0] == outputs[1] > 4
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("without_linux")
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("generate.py --checkpoint FOLDER --chat --pp_size 2 --max_new_tokens 3", "> hello"),
+        ("-m conformance conformance/examples/ddp.py --only step --layouts dp2", "equal       step         dp2.*"),
+        ("-m puzzles 2 --adapter FOLDER/ring.py", "RIGHT: .*"),
+        ("train.py --config docs/small.json --explain --hardware this", ".* tokens/s on CPU"),
+        ("-m torch.distributed.run --nproc_per_node 2 -m steps.only_dp", "step 10 .*"),
+    ],
+    ids=["generate", "conformance", "puzzles", "explain", "steps"],
+)
+def test_programs_run_without_forks(command: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "ring.py").write_text("from puzzles.solutions.p02_ring import ring_all_reduce as p02_ring")
+    tokenizer = train_bpe(iter(["def f(x): return x"]), 260)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    LlamaForCausalLM(tiny_llama(vocab_size=260)).save_pretrained(tmp_path)
+    words = [sys.executable, *command.replace("FOLDER", str(tmp_path)).split()]
+    result = subprocess.run(words, input="hello\n", capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    assert re.search(f"^{line}$", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "START_METHOD", "spawn")
+    notebook = types.ModuleType("__main__")
+    exec("def cell(): ...", notebook.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    for function in (lambda: None, notebook.cell):
+        with pytest.raises(UserError, match="top level of a file"):
+            ranks.run_ranks(2, function)

@@ -1,0 +1,216 @@
+"""Token files: a run on them equals the run on the text that they were made of, and each mistake is a sentence."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from conformance.oracle import make_config, tiny_llama
+from conformance.worker_pool import WorkerPool
+from picotron.console import UserError
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.program import arguments, metrics
+from tests.support.samples import PROMPTS, write_jsonl, write_tokenizer
+from workbench.prepare.__main__ import main
+from workbench.prepare.tokens import write_tokens
+from workbench.run.token_files import FILE, has_token_files, load_token_files, map_token_files
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * 20 for i in range(60)]
+MODEL = tiny_llama(vocab_size=300)
+PROGRAM = """
+import json, sys, train
+for number, words in enumerate(json.loads(sys.argv[1])):
+    sys.argv = ["train.py", *words]
+    train.main()
+    if number == 0:
+        modules = list(sys.modules)
+print("modules", *modules)
+"""
+
+
+def write_data(folder: Path, kind: str) -> tuple[str, dict[str, str]]:
+    """Write a data set of text or of samples. Returns its name, and the columns by their keys."""
+    records = [{"text": text} if kind == "text" else {"q": text[:20], "a": text} for text in TEXTS]
+    columns = {} if kind == "text" else {key.replace("__", "."): column for key, column in PROMPTS.items()}
+    return write_jsonl(folder / "data.jsonl", records), columns
+
+
+@pytest.mark.processes
+def test_a_run_on_token_files_equals_the_run_on_their_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses, weights and evaluations are bitwise equal, also after resuming on the other one. A run on token files
+    imports no code that makes them.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name, _ = write_data(tmp_path, "text")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+
+    def words(save_dir: str, load_path: str = "", **data: Any) -> list[str]:
+        path = str(tmp_path / load_path) if load_path else ""
+        more = {"checkpoint.save_frequency": 2, "checkpoint.load_path": path, **data}
+        return ["--config", "template/base_config.json", *arguments(tmp_path / save_dir, 1, 1, **more)]
+
+    text = {"dataset.name": name, "model.tokenizer": tokenizer}
+    files = {"dataset.name": str(tmp_path / "copy"), "model.tokenizer": "null", "training.num_samples": "null"}
+    monkeypatch.setattr("sys.argv", ["tokens", *words("unused", **text)])
+    main()
+    prepared = Path(capsys.readouterr().out.splitlines()[-1])
+    shutil.copytree(prepared, tmp_path / "copy")
+    runs = [
+        words("files", **files),
+        words("text", **text),
+        words("resumed files", "text/step_00000002", **files),
+        words("resumed text", "files/step_00000002", **text),
+    ]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    modules = result.stdout.splitlines()[-1].split()
+    assert not [module for module in modules if module.split(".")[0] == "workbench"]
+    assert [*prepared.parent.glob(f"tokens-*/{FILE}")] == [prepared / FILE]  # the run has found it
+
+    fields = ("step", "loss", "grad_norm", "tokens", "eval_loss", "bits_per_byte")
+    expected = [[line.get(field) for field in fields] for line in metrics(tmp_path / "text")]
+    assert [len(expected), expected[-1][-1] is not None] == [4, True]
+    for run in ("files", "resumed files", "resumed text"):
+        records = [[line.get(field) for field in fields] for line in metrics(tmp_path / run)]
+        assert records == expected[2 if "resumed" in run else 0 :]
+        for file in ("model.safetensors", "exp_avg.safetensors", "tokenizer.json"):
+            ours, theirs = (tmp_path / each / "step_00000004" / file for each in (run, "text"))
+            assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.fixture
+def folders(tmp_path: Path, folder: str) -> dict[str, Path]:
+    """Copies of the token files of a text and of samples."""
+    for kind in ("text", "samples"):
+        (tmp_path / kind).mkdir()
+        name, _ = write_data(tmp_path / kind, kind)
+        config = make_config(dataset__name=name, model__tokenizer=folder, **PROMPTS if kind == "samples" else {})
+        shutil.copytree(write_tokens(config, MODEL), tmp_path / kind / "tokens")
+    return {kind: tmp_path / kind / "tokens" for kind in ("text", "samples")}
+
+
+def damage(folder: Path, changes: dict[str, Any]) -> None:
+    """Change keys of token_files.json, or cut files to a number of bytes."""
+    facts = json.loads((folder / FILE).read_text())
+    changes["sizes"] = facts["sizes"] | changes.get("sizes", {})
+    (folder / FILE).write_text(json.dumps(facts | {key: changes[key] for key in changes if "." not in key}))
+    for name in (key for key in changes if "." in key):
+        os.truncate(folder / name, changes[name])
+
+
+MASKED = {"dataset__mask_documents": True}
+MIXTURE = {"dataset__split": "a", "dataset__mixture": {"b": 1.0}, "model__tokenizer": "bpe"}
+ODD, SHORT = ({name: size, "sizes": {name: size}} for name, size in (("tokens.uint16", 3), ("lengths.int64", 8)))
+MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("text", {FILE: 5}, {}, f"{FILE} is not valid JSON"),
+    ("text", {"tokens.uint16": 8}, {}, r"tokens.uint16 has 8 bytes, but [\d,]+ were written; copy the whole folder"),
+    ("text", ODD, {}, r"an array in .*/tokens cannot be read \(Size of .*\); tokenise the data again"),
+    ("samples", SHORT, PROMPTS, r"of tokens: \{'tokens': (\d+), 'counted': \1, 'lengths': \d+\}; tokenise"),
+    ("text", {"vocab_size": 301}, {}, "has 301 tokens, but the model's vocab_size is 300; choose another model, or"),
+    ("text", {"end": None}, MASKED, "=true, but the tokenizer has no end-of-sequence .*; set it to false"),
+    ("text", {}, PROMPTS, "tokens has text, but the columns of dataset are {'prompt_column': 'q', .*; set the keys"),
+    ("text", {}, MIXTURE, "3 problems:\n.*mixture={'b'.*\n.*split='a'.*\n.*tokenizer='bpe'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "keys", "message"), MISTAKES)
+def test_mistakes(
+    folders: dict[str, Path], kind: str, changes: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    damage(folders[kind], dict(changes))
+    with pytest.raises(UserError, match=message):
+        map_token_files(folders[kind], make_config(dataset__name=str(folders[kind]), **keys), MODEL)
+
+
+def load_each(folders: list[Path], trained: Path | None) -> list[str]:
+    """Load folders as their configs' data. Returns the mistakes."""
+    setup_process_group_manager(1, 1, 1, 1)
+    found = []
+    for folder in folders:
+        columns = PROMPTS if (folder / "lengths.int64").exists() else {}
+        try:
+            load_token_files(folder, make_config(dataset__name=str(folder), **columns), MODEL, trained)
+            found.append("")
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_random_damage_that_keeps_the_sizes_is_found(
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    dice, copies = random.Random(1), []
+    for number in range(30):
+        folder = folders[dice.choice(["text", "samples"])]
+        copies.append(Path(shutil.copytree(folder, tmp_path / f"{number}")))
+        files = [path for path in copies[-1].rglob("*") if path.is_file() and path.name != FILE]
+        content = bytearray((path := dice.choice(files)).read_bytes())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(content)
+    (found,) = pool.run(load_each, 1, [*folders.values(), *copies], None)
+    assert found[:2] == ["", ""]
+    assert all(found[2:])
+    assert sum("copy the whole folder again" in each for each in found) > 20  # others, by wrong lengths
+
+
+def test_tokens_outside_of_the_vocabulary_are_found(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """In a folder that a program of the user has written, which may leave out the digest."""
+    tokens = np.memmap(folders["text"] / "tokens.uint16", np.uint16, "r+")
+    tokens[-2] = 300
+    tokens.flush()
+    damage(folders["text"], {"digest": ""})
+    (found,) = pool.run(load_each, 1, [folders["text"]], None)
+    assert "has the token 300, but the model's vocab_size is 300" in found[0]
+
+
+def test_token_files_of_another_tokenizer_than_the_models_are_found(
+    pool: WorkerPool, folders: dict[str, Path], folder: str, tmp_path: Path
+) -> None:
+    larger, other = AutoTokenizer.from_pretrained(folder), json.loads(Path(folder, "tokenizer.json").read_text())
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path / "larger")
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(other))
+    assert pool.run(load_each, 1, [folders["text"]], tmp_path / "larger") == [[""]]
+    (found,) = pool.run(load_each, 1, [folders["text"]], tmp_path / "other")
+    assert re.search(
+        r"token \d+ of the data is '[ab]', but the model .* was trained with a tokenizer in which it is '[ab]'",
+        found[0],
+    )
+
+
+def load_on_hosts(names: list[str]) -> str:
+    setup_process_group_manager(1, 1, 1, 2)
+    name = names[dist.get_rank()]
+    assert has_token_files(Path(name))
+    with mock.patch("platform.node", return_value=f"host{dist.get_rank()}"):
+        try:
+            load_token_files(Path(name), make_config(dataset__name=name), MODEL)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_hosts_with_different_folders_are_rejected(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also if one of them has no token files: no rank waits for another one."""
+    shutil.copytree(folders["text"], tmp_path / "other")
+    damage(tmp_path / "other", {"digest": "other"})
+    for other, message in (("other", "host0 and host1 have different tokens or"), ("missing", "cannot read /")):
+        found = pool.run(load_on_hosts, 2, [str(folders["text"]), str(tmp_path / other)])
+        assert all(message in each for each in found), found

@@ -1,0 +1,79 @@
+"""The whole program, started as a user does."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Path) -> None:
+    """Another BPE would give the token ids other meanings than those that the weights have learned."""
+    folder, save_dir = tmp_path / "data", tmp_path / "run"
+    folder.mkdir()
+    (folder / "a.txt").write_text("She sells sea shells by the sea shore.\n" * 400)
+    keys = {"dataset.name": folder, "training.eval_frequency": 0, "training.warmup_steps": 1}
+    keys |= {"checkpoint.save_frequency": 2, "checkpoint.load_path": "latest"}
+    for steps in (2, 4):
+        result = run(home, *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
+        assert result.returncode == 0, result.stderr
+        (folder / "b.txt").write_text("Peter Piper picked a peck of pickled peppers.\n" * 400)
+    assert "was trained on different data" in result.stdout + result.stderr
+    assert [line["step"] for line in metrics(save_dir)] == [1, 2, 3, 4]
+    first, second = (save_dir / f"step_{step:08}" / "tokenizer.json" for step in (2, 4))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
+    """The others wait for it in a collective."""
+    failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
+    words = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 4, 1)]
+    command, environment = [sys.executable, failing, *words], {**os.environ, "HOME": str(home)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert result.returncode == 1
+    assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
+
+
+def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
+    """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
+    broken = changed_program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 4)
+    words = ["--config", "template/base_config.json"]
+    words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
+    command, environment = [sys.executable, broken, *words], {**os.environ, "HOME": str(home)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert result.returncode != 0
+    assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
+    assert "[rank 1] error: the process was ended by SIGKILL" in result.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.linux
+@pytest.mark.slow
+def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
+    """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "import os, train\n"
+        "from workbench.run.metrics import Metrics\n"
+        "def log(self, record):\n"
+        "    for line in open('/proc/net/tcp').read().splitlines()[1:]:\n"
+        "        fields = line.split()\n"
+        "        links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if fd.isdigit() and os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "        if fields[3] == '0A' and f'socket:[{fields[9]}]' in links:\n"
+        "            print('listening on', fields[1].split(':')[0], flush=True)\n"
+        "Metrics.log = log\n"
+        "train.exit_on_error(train.main)\n"
+    )
+    words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
+    result = subprocess.run(
+        [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
+        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1

@@ -1,0 +1,179 @@
+"""AdamW with bfloat16 states: torch's AdamW up to rounding, which is the same in every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conformance.oracle import drawn_weights, make_config, tiny_llama
+from conformance.training import CPU, all_stages
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.data_parallel.data_parallel import DataParallelNaive
+from picotron.model.placement import Index, main_grad, placement
+from picotron.model.weights import copy_part
+from picotron.parallelize import unwrap
+from picotron.process_group_manager import setup_process_group_manager
+from tests.support.checkpoints import first_half, run, run_config
+from workbench.pipelines.engine import plan_pipeline
+from workbench.pipelines.modules import Pipeline
+from workbench.schedules.schedules import build
+from workbench.variants.bfloat16_states import BFloat16AdamW, random_bits, round_stochastically
+from workbench.variants.choose import build_model, make_optimizer
+
+STATES = ["bfloat16_moments", "bfloat16"]
+
+
+def config_of(states: str = "bfloat16", **changes: Any) -> Config:
+    return make_config(model__dtype="bfloat16", training__optimizer_states=states, **changes)
+
+
+def bits_of(count: int, update: int = 1) -> Tensor:
+    return random_bits(torch.arange(count, dtype=torch.int32), torch.tensor([update, 7 * update], dtype=torch.int32))
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    """The mean of n rounded numbers is that of the numbers, to five standard deviations."""
+    n, value = 2**20, 1 + 2.0**-7 * 0.3  # between two neighbours with a distance of 2^-7
+    rounded = torch.empty(n, dtype=torch.bfloat16)
+    for update in (1, 2, 3):
+        round_stochastically(rounded, torch.full((n,), value), bits_of(n, update))
+        assert set(rounded.tolist()) == {1.0, 1 + 2.0**-7}
+        assert abs(rounded.double().mean() - value) < 5 * 2.0**-7 * (0.3 * 0.7 / n) ** 0.5
+    assert (bits_of(n, 1) - bits_of(n, 2)).unique().numel() > n // 2  # other bits for each update
+
+
+def test_special_numbers_stay() -> None:
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    values = torch.cat([values, torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])  # a GPU's NaN
+    rounded = torch.empty(len(values), dtype=torch.bfloat16)
+    round_stochastically(rounded, values, torch.full((len(values),), 0xFFFF, dtype=torch.int32))
+    assert str(rounded.tolist()) == "[inf, -inf, nan, 0.0, -0.0, nan]"
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("states", STATES)
+def test_updates_are_those_of_torch_on_average(states: str, beta2: float) -> None:
+    """4,096 equal elements with equal gradients, which fall to a tenth: their mean follows a float32 AdamW."""
+    config = config_of(states, training__adam_beta2=beta2, training__learning_rate=1e-4, training__weight_decay=0.1)
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 0.5)
+    theirs = nn.Parameter(torch.full((1,), 0.5))
+    training = config.training
+    reference = torch.optim.AdamW([theirs], 1e-4, (training.adam_beta1, beta2), training.adam_eps, weight_decay=0.1)
+    optimizer = make_optimizer(DataParallelNaive(model), config)
+    assert isinstance(optimizer, BFloat16AdamW)
+    for step in range(60):
+        gradient = 1.0 if step < 20 else 0.1
+        main_grad(model.weight).fill_(gradient)
+        theirs.grad = torch.full((1,), gradient)
+        optimizer.step()
+        reference.step()
+    state, expected = optimizer.state_of(model.weight), reference.state[theirs]
+    assert {name: each.dtype for name, each in state.items() if name != "master"} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    assert abs(state["exp_avg_sq"].double().mean() / expected["exp_avg_sq"].item() - 1) < 2e-3
+    weights, tolerance = (state["master"], 5e-3) if "master" in state else (model.weight, 0.05)
+    assert abs((0.5 - weights.double().mean()) / (0.5 - theirs.item()) - 1) < tolerance
+
+
+def weights_after_updates(config: Config, expected: dict[str, Tensor] | None) -> dict[str, Tensor] | list[str]:
+    """Update a model five times with gradients that depend on names alone.
+
+    Returns:
+        The full weights, or if `expected` is given the names of this rank's parameters that differ from it.
+    """
+    layout, model_config = config.distributed, tiny_llama(num_attention_heads=8, tie_word_embeddings=True)
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    plan = plan_pipeline(config, model_config)
+    model = build_model(config, model_config, plan.wrap, CPU, torch.bfloat16, drawn_weights(model_config, 1))
+    llama, optimizer = unwrap(model), make_optimizer(model, config)
+
+    def gradient(name: str, shape: torch.Size, index: Index) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        return torch.randn(shape, generator=generator)[index]
+
+    model.finish_grad_sync()  # the gradients below are averages
+    for _ in range(5):
+        for name, parameter in llama.named_parameters():
+            copy_part(main_grad(parameter), parameter, name, gradient)
+        optimizer.step()
+    if expected is None:
+        return all_stages(llama, "data")
+    different = []
+    for name, parameter in llama.named_parameters():
+        owned = placement(parameter).owned
+        ours = parameter.detach() if owned is None else owned.weight
+        theirs = torch.empty_like(ours)
+        copy_part(theirs, parameter, name, lambda name, shape, index: expected[name][index])
+        different += [] if torch.equal(ours, theirs) else [name]
+    return different
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_size": 2},
+    {"dp_size": 2, "dp_engine": "zero1"},
+    {"dp_size": 3, "dp_engine": "zero3"},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"pp_size": 2},  # whose two ranks hold the tied matrix
+    {"cp_size": 2, "tp_size": 4, "dp_engine": "zero1"},  # two tp ranks hold each key/value head
+]
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
+    (expected,) = pool.run(weights_after_updates, 1, config_of(states), None)
+    for layout in LAYOUTS:
+        config = config_of(states, **{f"distributed__{key}": value for key, value in layout.items()})
+        found = pool.run(weights_after_updates, config.distributed.world_size, config, expected)
+        assert found == [[]] * config.distributed.world_size, layout
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_a_run_resumes_in_another_layout(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """With the same states, the run goes on as if it had not stopped; states of the other kind are converted."""
+    keys = {"model__dtype": "bfloat16", "training__max_grad_norm": None}
+    zero1, zero3 = ({"dp_size": 2, "dp_engine": engine} for engine in ("zero1", "zero3"))
+    model = tiny_llama()
+    run(pool, first_half(tmp_path, zero1, training__optimizer_states=first, **keys), model, tokenizer)
+    end = keys | {"training__optimizer_states": second}
+    resumed = run_config(tmp_path, zero3, checkpoint__load_path="latest", **end)
+    halves = run(pool, resumed, model, tokenizer)
+    whole = run(pool, run_config(tmp_path / "whole", zero3, **end), model, tokenizer)
+    assert len(halves["losses"]) == 5
+    if first == second:
+        assert halves["losses"] == whole["losses"][5:]
+        assert all(torch.equal(halves["weights"][name], each) for name, each in whole["weights"].items())
+    else:
+        assert halves["losses"] == pytest.approx(whole["losses"][5:], rel=0.01)
+
+
+def tied_weight_after_updates() -> Tensor:
+    """Update a matrix that two stages of modules hold, each under a name of its own."""
+    config = config_of(distributed__pp_size=2)
+    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
+    layer = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(layer.weight, 0.5)
+    stages: dict[int, nn.Module] = {rank: nn.Sequential(nn.Identity(), layer) if rank else nn.Sequential(layer)}
+    tied = [[(0, "0.weight"), (1, "1.weight")]]
+    pipeline = Pipeline(stages, lambda stage, batch: torch.empty(2, 8, device="meta"), build("1f1b", 2, 2), tied)
+    optimizer = make_optimizer(DataParallelNaive(pipeline), config)
+    for _ in range(5):
+        main_grad(layer.weight).fill_(1.0)
+        optimizer.step()
+    return layer.weight.detach()
+
+
+def test_stages_of_modules_round_a_tied_matrix_alike(pool: WorkerPool) -> None:
+    first, second = pool.run(tied_weight_after_updates, 2)
+    assert first.unique().numel() > 1
+    assert torch.equal(first, second)

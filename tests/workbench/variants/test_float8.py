@@ -1,0 +1,124 @@
+"""Products in float8: their numbers, their errors, training with them, and what is refused."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.oracle import assert_close, our_model, tiny_llama
+from conformance.training import pipeline_config, train_steps, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron.console import UserError
+from picotron.model.llama import rope
+from workbench.pipelines.engine import check_layout
+from workbench.variants.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
+
+MODEL = tiny_llama(intermediate_size=64)
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Return numbers of sizes that differ by several powers of ten."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * (2 * torch.randn(shape, generator=generator)).exp()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers in float64 that x becomes in float8."""
+    scale = x.abs().max() / LARGEST[dtype]
+    return (x / scale).to(dtype).double() * scale.double()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_products_on_the_cpu_are_those_of_the_kernel(dtype: torch.dtype) -> None:
+    a, b = random(32, 48).bfloat16(), random(16, 48, seed=1).bfloat16()
+    (a8, a_scale), (b8, b_scale) = quantise(a, dtype), quantise(b, E4M3)
+    assert quantise(a * 2**-20, dtype)[0].float().equal(a8.float())  # gradients are small
+    theirs = torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+    assert_close(float8_product(a, b, dtype).double(), theirs.double(), 2**-8)  # the rounding of the result
+
+
+def test_gradients_are_products_of_rounded_operands() -> None:
+    x, weight, dy = random(2, 9, 32).requires_grad_(), random(48, 32, seed=1).requires_grad_(), random(2, 9, 48, seed=2)
+    bias = torch.ones(48, requires_grad=True)
+    y = float8_linear(x, weight, bias)
+    y.backward(dy)
+    flat, dy8 = x.detach().flatten(0, 1), rounded(dy.flatten(0, 1), E5M2)
+    weight8 = rounded(weight.detach(), E4M3)
+    assert_close(y.detach().flatten(0, 1).double(), rounded(flat, E4M3) @ weight8.t() + 1, 1e-5)
+    assert_close(x.grad.flatten(0, 1).double(), dy8 @ weight8, 1e-5)
+    assert_close(weight.grad.double(), dy8.t() @ rounded(flat, E4M3), 1e-5)
+    assert_close(bias.grad, dy.sum((0, 1)), 1e-5)
+
+
+def test_layers_compile_to_one_graph_with_the_same_numbers() -> None:
+    model = our_model(MODEL, torch.bfloat16)
+    layer = model.model.layers["0"]
+    use_float8(model)
+    tables = [table.bfloat16() for table in rope(model.frequencies, torch.arange(16)[None])]
+
+    def run(function: Any) -> list[Tensor]:
+        x = random(2, 16, 32).bfloat16().requires_grad_()
+        y = function(x, *tables)
+        y.square().sum().backward()
+        gradient = layer.mlp.gate_proj.weight.grad.clone()
+        layer.zero_grad()
+        return [y.detach(), x.grad, gradient]
+
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(run(compiled), run(layer.forward), strict=True):
+        assert_close(ours.double(), theirs.double(), 1e-12)
+
+
+def losses(float8: bool, compiled: bool = False) -> tuple[list[float], int]:
+    """Train two tp ranks. Returns the losses, and the number of operands that graphs of torch.compile round."""
+    torch._dynamo.reset()
+    keys = {"model__float8": float8, "model__dtype": "bfloat16", "training__activation_checkpointing": "full"}
+    config = pipeline_config("1f1b", 1, 2, tp_size=2, sequence_parallel=True, training__compile=compiled, **keys)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
+        found, _ = train_steps(wrapped(config, MODEL, torch.bfloat16, as_train=True), config, MODEL)
+    modules = [each for graph in graphs for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+    nodes = [node for module in modules for node in module.graph.nodes]
+    return found, sum(node.target in (torch.amax, "amax") for node in nodes)
+
+
+def test_losses_decrease_as_in_bfloat16(pool: WorkerPool) -> None:
+    ours, theirs = (torch.tensor(pool.run(losses, 2, each)[0][0]) for each in (True, False))
+    assert ours[0] - ours[-1] > 0.15  # tokens are random: there is little to learn
+    assert_close(ours, theirs, 0.03)
+    assert (ours - theirs).abs().max() > 1e-4  # float8 is on
+
+
+def test_all_products_are_compiled_between_the_messages(pool: WorkerPool) -> None:
+    """Those of four matrices, each with three products of two operands. The loss has one more amax."""
+    (eager, none), (compiled, rounded) = pool.run(losses, 2, True)[0], pool.run(losses, 2, True, True)[0]
+    assert (none, rounded) == (0, 4 * 3 * 2 + 1)
+    assert compiled == eager
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "message"),
+    [
+        ({"intermediate_size": 52}, {}, "intermediate_size / tp_size=52"),
+        ({}, {"tp_size": 4}, r"num_attention_heads \* head_dim / tp_size=8"),
+        ({"num_hidden_layers": 4}, {"pp_engine": "zb_h1", "pp_size": 2}, "pp_engine='zb_h1'"),
+    ],
+)
+def test_layouts_that_float8_does_not_support_are_refused(
+    sizes: dict[str, int], layout: dict[str, Any], message: str
+) -> None:
+    engine, pp = layout.get("pp_engine", "1f1b"), layout.get("pp_size", 1)
+    config = pipeline_config(
+        engine, pp, model__float8=True, model__dtype="bfloat16", distributed__tp_size=layout.get("tp_size", 1)
+    )
+    with pytest.raises(UserError, match=message):
+        check_layout(config, tiny_llama(**{"intermediate_size": 64} | sizes))

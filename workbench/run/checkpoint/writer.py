@@ -1,0 +1,306 @@
+"""Writer of checkpoints, in the foreground or in the background. Either all ranks write a checkpoint, or none does.
+
+A folder gets its final name when it is complete. A run that is killed leaves at most a folder named *.unfinished, and
+its earlier checkpoints stay intact.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import logging
+import platform
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from picotron import process_group_manager as pgm
+from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.model.llama import Llama
+from picotron.optimizer import AdamW
+from workbench.files import UNFINISHED, new_folder, unfinished
+from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState
+from workbench.run.checkpoint.host_buffers import HostBuffers
+from workbench.run.checkpoint.model_card import model_card
+from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
+from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
+from workbench.run.metrics import Progress
+from workbench.run.model_config import end_tokens
+from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records
+
+logger = logging.getLogger("picotron")
+
+NFS_CACHE_SECONDS = 60  # by default, an NFS client may not see a new file for this long
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run. As a context manager, it waits on exit for a checkpoint in progress. It does so
+    even after a UserError (such as a loss of NaN), because the checkpoint is from before the error.
+
+    Args:
+        config, model_config: config of the run and of its model.
+        llama: this rank's part of the model.
+        optimizer: optimizer of its parameters.
+        tokenizer: folder with the tokenizer's files, used on rank 0; None: checkpoints have no tokenizer.
+        fingerprint: fingerprint of the training data, see `data_fingerprint`.
+        wandb_run_id: id of the wandb run, used on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: PreTrainedConfig,
+        llama: Llama,
+        optimizer: AdamW,
+        tokenizer: Path | None,
+        fingerprint: str,
+        wandb_run_id: str | None = None,
+    ) -> None:
+        grid = pgm.process_group_manager
+        self.config, self.model_config, self.fingerprint, self.wandb_run_id = (
+            config,
+            model_config,
+            fingerprint,
+            wandb_run_id,
+        )
+        self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
+        self.save_dir = Path(config.checkpoint.save_dir)
+        # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
+        self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
+        self.files, self.buffers = StageFiles(llama, optimizer, self.group), HostBuffers()
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self._check_shared()  # before the first step, not when the first checkpoint is written
+        match config.checkpoint.save_frequency:
+            case None:
+                logger.info("no checkpoint will be written (checkpoint.save_frequency=null)")
+            case 0:
+                logger.info("a checkpoint will be written at the end")
+            case frequency:
+                logger.info("a checkpoint will be written every %d steps, and at the end", frequency)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is None or (isinstance(error, UserError) and error is not self.error):
+            self.wait()
+
+    def _check_shared(self) -> None:
+        """Raise a UserError on every rank unless all ranks see what rank 0 writes to `save_dir`."""
+        with contextlib.ExitStack() as stack:
+
+            def write() -> str:
+                if pgm.process_group_manager.global_rank > 0:
+                    return ""
+                self.save_dir.mkdir(parents=True, exist_ok=True)
+                file = tempfile.NamedTemporaryFile(dir=self.save_dir, prefix=".shared-")  # noqa: SIM115
+                return Path(stack.enter_context(file).name).name
+
+            def is_seen() -> bool:
+                end = time.monotonic() + NFS_CACHE_SECONDS
+                while not (seen := (self.save_dir / name).exists()) and time.monotonic() < end:
+                    time.sleep(0.1)
+                return seen
+
+            name = self._on_all_ranks(self.save_dir, write)[0]
+            seen = self._on_all_ranks(self.save_dir, is_seen)
+        if False in seen:
+            raise UserError(
+                f"rank {seen.index(False)} does not see the files of rank 0 in {self.save_dir}; checkpoint.save_dir must be "
+                f"a folder that all machines share"
+            )
+
+    def is_due(self, progress: Progress, before: int | None = None) -> bool:
+        """Whether to write a checkpoint after this step, as `checkpoint.save_frequency` says.
+
+        Args:
+            before: the number of steps at the last call, if several steps have been taken since then.
+        """
+        frequency, before = self.config.checkpoint.save_frequency, progress.step - 1 if before is None else before
+        if frequency is None:
+            return False
+        is_between = frequency > 0 and progress.step // frequency > before // frequency
+        return is_between or progress.is_end(self.config)
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, unless there is one of this step. With `async_save`, copy it to host memory and start a
+        thread that writes it.
+
+        Raises:
+            UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
+        """
+        self.wait()  # at most one checkpoint is in progress, so no thread reads the buffers that a snapshot overwrites
+        slices = self.files.slices()
+        if self.config.checkpoint.async_save:
+            copies = self.buffers.snapshot([each.tensor for each in slices])
+            slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]
+            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices))
+            self.thread.start()
+        else:
+            self._write(progress, slices)
+
+    def _write_in_background(self, progress: Progress, slices: list[TensorSlice]) -> None:
+        try:
+            self._write(progress, slices)
+        except BaseException as error:
+            self.error = error
+
+    def check(self) -> None:
+        """Raise the error of a background save, on all ranks in the same step. Every rank must call this."""
+        if self.thread is not None:
+            failed = torch.tensor(int(self.error is not None))
+            all_reduce(failed, self.step_group, dist.ReduceOp.MAX)
+            if failed:
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is in progress. Raises the error of a background save."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            raise self.error
+
+    def _write(self, progress: Progress, slices: list[TensorSlice]) -> None:
+        """Write a checkpoint together with all other ranks, and remove its folder if any of them fails."""
+        began = time.perf_counter()
+        is_rank_0 = pgm.process_group_manager.global_rank == 0
+        final = checkpoint_folder(self.save_dir, progress.step)
+        folder = unfinished(final)
+        with contextlib.ExitStack() as complete:  # rank 0 renames the folder, or after an error deletes it
+
+            def begin() -> bool:
+                is_new = not final.exists()
+                if is_rank_0 and is_new:
+                    for leftover in self.save_dir.glob(f"step_*{UNFINISHED}"):  # of runs that were killed
+                        delete_checkpoint(leftover)
+                    complete.enter_context(new_folder(final))
+                return is_new
+
+            def finish() -> None:
+                if is_rank_0:
+                    self._write_files_without_tensors(folder, progress, written)
+                    complete.close()
+                    self._delete_old()
+
+            if not self._on_all_ranks(final, begin)[0]:
+                logger.warning("%s exists already, and is not written again", final)
+                return
+            files_by_rank = self._on_all_ranks(final, lambda: self.files.write(folder, slices))
+            written = [file for files in files_by_rank for file in files]
+            self._on_all_ranks(final, finish)
+        size = sum(byte_range.size for file in written for byte_range in file.ranges)
+        logger.info("checkpoint %s: %.3g GB in %.1f s", final, size / 1e9, time.perf_counter() - began)
+
+    def _on_all_ranks(self, final: Path, function: Callable[[], Any]) -> list[Any]:
+        """Call `run_on_all_ranks`, and convert an OSError to a UserError about the checkpoint."""
+
+        def guarded() -> Any:
+            try:
+                return function()
+            except OSError as error:
+                raise UserError(
+                    f"the checkpoint {final} cannot be written: {error.strerror}; free some space, or choose another "
+                    f"save_dir that all processes can write. Earlier checkpoints are unchanged"
+                ) from None
+
+        return run_on_all_ranks(guarded, self.group)
+
+    def _write_files_without_tensors(self, folder: Path, progress: Progress, written: list[WrittenFile]) -> None:
+        """Write the model's other files, the indices, and last the state with the checksums of all files."""
+        files: dict[str, list[ByteRange]] = defaultdict(list)
+        for each in written:
+            files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
+        for name, content in (self.model_files | self._indices(written)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            files[name] = write_file(folder / name, [(0, content)])
+        layout, versions = str(pgm.process_group_manager), versions_of_libraries()
+        records, _ = read_records(self.save_dir / "metrics.jsonl")
+        card = model_card(self.config, self.model_config, progress, layout, versions, records)
+        write_file(folder / "README.md", [(0, card.encode())])  # without a checksum, because it may be edited
+        state = TrainerState(
+            **dataclasses.asdict(progress),
+            data_fingerprint=self.fingerprint,
+            seed=self.config.training.seed,
+            layout=layout,
+            config=self.config.model_dump(mode="json"),
+            versions=versions,
+            wandb_run_id=self.wandb_run_id,
+            files=files,
+        )  # fmt: skip
+        write_file(folder / STATE_FILE, [(0, state.to_json().encode())])
+
+    def _delete_old(self) -> None:
+        """Delete all checkpoints but the last ones that the config keeps."""
+        keep = self.config.checkpoint.keep_last
+        for old in list(checkpoint_folders(self.save_dir).values())[:-keep] if keep else []:
+            delete_checkpoint(old)
+
+    def _indices(self, written: list[WrittenFile]) -> dict[str, bytes]:
+        """Return the index of each kind, which maps tensors to files. (A single file has one, too, so that no program
+        loads the optimizer's files as a part of the model.)
+        """
+        files: dict[str, dict[str, str]] = defaultdict(dict)
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
+        for each in written:
+            files[each.kind] |= dict.fromkeys(each.sizes, each.file)
+            sizes[each.kind] |= each.sizes
+        indices = {
+            kind: {"metadata": {"total_size": sum(sizes[kind].values())}, "weight_map": files[kind]} for kind in files
+        }
+        return {
+            f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
+        }
+
+
+def versions_of_libraries() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return versions | {"transformers": transformers.__version__}
+
+
+def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path | None) -> dict[str, bytes]:
+    """Return the tokenizer's files, if there is one, and a config.json and a generation_config.json with the special
+    tokens. The first also has the run's dimensions and dtype.
+
+    The model's own end tokens, of which a chat model has several, stay if the tokenizer's end token is one of them. A
+    model with another one was trained with this tokenizer's end token only.
+    """
+    config, files = copy.deepcopy(model_config), {}
+    config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], dtype
+    if tokenizer_folder is not None:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        config.bos_token_id = tokenizer.bos_token_id
+        if tokenizer.eos_token_id not in end_tokens(config):
+            config.eos_token_id = tokenizer.eos_token_id
+        paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
+        files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
+    data = json.loads(config.to_json_string()) | earlier_keys(config)
+    files["config.json"] = f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode()
+    files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()
+    return files
+
+
+def earlier_keys(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the keys of a config.json that transformers 4 and other programs read instead of `rope_parameters` and
+    `dtype`. Without these keys, the rotary embeddings have other frequencies there, without a warning.
+    """
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "torch_dtype": str(config.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,265 @@
+"""Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
+
+import ctypes
+import faulthandler
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from picotron.collectives import run_on_all_ranks
+from picotron.config import Config, Distributed
+from picotron.console import UserError, first_line
+from workbench.console import LinePrinter, print_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+logger = logging.getLogger("picotron")
+
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+PARENT = [os.getppid()]
+os.register_at_fork(after_in_child=lambda: PARENT.append(os.getppid()))
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
+
+
+def set_up_logging() -> None:
+    """Log progress on the console, see `set_log_level`. With `--json`, the JSON is the only standard output. After a
+    SIGUSR2 or a crash, a process prints its Python stacks.
+    """
+    faulthandler.enable(file=2)  # sys.stderr may be an object without a file
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGUSR2, file=2)
+    logger.addHandler(logging.StreamHandler() if "--json" in sys.argv else LinePrinter())
+    set_log_level()
+
+
+def set_log_level() -> None:
+    """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks."""
+    first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if int(os.environ.get("RANK", 0)) == 0:
+        logger.setLevel(logging.INFO)
+    else:
+        logger.setLevel(logging.WARNING if first_of_machine else logging.ERROR)
+
+
+def check_world_size(distributed: Distributed, world_size: int) -> None:
+    """Raise a UserError unless the layout has as many ranks as processes were started."""
+    if distributed.world_size != world_size:
+        d = distributed
+        raise UserError(
+            f"dp_size={d.dp_size} x pp_size={d.pp_size} x cp_size={d.cp_size} x tp_size={d.tp_size} needs {d.world_size} "
+            f"processes, but {world_size} started; use torchrun --nproc_per_node {d.world_size}, or change the sizes"
+        )
+
+
+def set_up_device(config: Config) -> torch.device:
+    """Select this process's device, and set its number of threads and the level of its log of pipeline actions.
+
+    Raises:
+        UserError: there is no GPU for this process.
+    """
+    logging.getLogger("picotron.pipeline").setLevel(config.logging.level.upper())
+    torch.set_num_threads(config.environment.OMP_NUM_THREADS)
+    if config.distributed.use_cpu:
+        keep_freed_memory()
+        return torch.device("cpu")
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if count == 0:
+        raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} has no GPU; start at most {count} processes on this machine, one for each GPU"
+        )
+    if not ALLOCATOR_VARIABLES & os.environ.keys():
+        # Memory grows in place, so that freed parts of different sizes leave fewer gaps. A variable could be too late:
+        # some versions of torch read it when they are imported.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next step instead of returning it to the kernel, which clears every
+    page that it gives out again. Without glibc, this has no effect.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts
+
+
+def init_process_group(
+    config: Config,
+    device: torch.device,
+    model_config: "PreTrainedConfig | None" = None,
+    schedule: str | None = None,
+) -> None:
+    """Connect to the other ranks; a process that neither torchrun nor `run_ranks` has started forms a group of one.
+
+    Args:
+        model_config, schedule: see `check_same_config`.
+    """
+    backend = config.distributed.backend or ("nccl" if device.type == "cuda" else "gloo")
+    # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its
+    # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
+    device_id = device if backend == "nccl" else None
+    if "RANK" in os.environ:
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        check_world_size(config.distributed, 1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    check_same_config(config, model_config, schedule)
+
+
+def check_same_config(
+    config: Config, model_config: "PreTrainedConfig | None" = None, schedule: str | None = None
+) -> None:
+    """Raise a UserError on every rank if the ranks have different configs, apart from `environment`, or have read
+    different models or schedules from their files.
+
+    Args:
+        model_config: config of the model; None: the program has a model of its own.
+        schedule: `identity` of the plan of the pipeline, if a plan runs it.
+    """
+    sections = config.model_dump(mode="json", exclude={"environment"})
+    own = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    own["the schedule's SHA-256"] = hashlib.sha256((schedule or "").encode()).hexdigest()[:24]
+    if model_config is not None:
+        own |= {f"the model's {key}": value for key, value in model_config.to_dict().items()}
+        del own["the model's transformers_version"]  # of this machine, not of the model
+    first, *others = run_on_all_ranks(lambda: own)
+    for rank, other in enumerate(others, 1):
+        for key in first | other:
+            if first.get(key) != other.get(key):
+                raise UserError(
+                    f"rank {rank} has {key}={other.get(key)!r}, but rank 0 has {first.get(key)!r}; start all processes "
+                    f"with the same config and the same files"
+                )
+
+
+class StopSignals:
+    """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
+    limit): the run ends after the current step. It also ends if torchrun, or the process that called `run_ranks`,
+    was killed, as if that had sent SIGTERM.
+
+    A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.
+    """
+
+    received = 0  # the signal's number
+
+    def __init__(self) -> None:
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._note)
+
+    @staticmethod
+    def _note(number: int, _: Any) -> None:
+        StopSignals.received = number
+
+    def number(self) -> int:
+        """Return the number of the signal that this rank has received, or 0."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT[-1] and not StopSignals.received:
+            StopSignals.received = signal.SIGTERM
+            logger.error("the launcher has ended; this run writes a checkpoint and exits")
+        return StopSignals.received
+
+
+def missing_ranks(error: Exception) -> str | None:
+    """Return a sentence if torch could not reach other ranks, with the line at which this rank waited for them. Return
+    None for any other error, which has its cause on this rank.
+    """
+    timed_out = any(
+        text in str(error) for text in ("Timed out waiting", "wait timeout", "Connect timeout", "monitoredBarrier")
+    )
+    lost = any(text in str(error) for text in ("by peer", "Broken pipe"))
+    if not isinstance(error, RuntimeError) or not (timed_out or lost):
+        return None
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename
+    ]
+    calls = (f"{frame.name} ({os.path.relpath(frame.filename)}:{frame.lineno})" for frame in frames[:-4:-1])
+    place = ", called by ".join(calls)
+    if timed_out:
+        return (
+            f"timed out: other ranks did not reach {place}; compare this with the lines of the other ranks, because all ranks of "
+            f"a group must call the same collectives in the same order (docs/debugging.md)"
+        )
+    return f"another rank has ended: read its error first; this rank was in {place}"
+
+
+def sentence_of(error: Exception) -> str | None:
+    """Return the sentence that tells a user what to do: that of a UserError, or one about a killed process. Return None
+    for any other error, whose traceback is needed.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return (
+            f"a process that tokenises has ended ({first_line(error)}), as it does if memory runs out; use a smaller "
+            f"dataset.num_proc"
+        )
+    return None
+
+
+def exit_after_signal(number: int) -> NoReturn:
+    """Exit with the status that shells report for a program ended by a signal.
+
+    torchrun has the same exit code, 1, for stopped runs and for failed ones. If it has received the signal itself, it
+    then prints a traceback. `run_ranks` does neither.
+    """
+    logger.info("stopped by %s, without an error", signal.Signals(number).name)
+    sys.exit(128 + number)
+
+
+def exit_on_error(main: Callable[[], None]) -> None:
+    """Call `main`. If it raises, print the error and exit immediately, so that the other ranks are stopped.
+
+    An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
+    others in vain prints the line at which it waited.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `quiet_imports`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:  # before the first step
+        print_line("", end="")  # flushes what the program has printed
+        print(f"\n[rank {rank}] interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    except Exception as error:
+        print_line("", end="")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
+        if rank > 0 and StopSignals.received:
+            # Usually the launcher sent it because another rank failed and printed why; this error is a consequence.
+            name = type(error).__name__
+            print(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
+            os._exit(1)
+        if sentence := missing_ranks(error):
+            if "timed out" not in sentence:
+                time.sleep(1)  # `run_ranks` stops this rank when the one with the error exits
+            print(f"\n[rank {rank}] error: {sentence}\n", file=sys.stderr, flush=True)
+            time.sleep(3)  # torchrun stops the other ranks when the first one exits; they print their sentence, too
+            os._exit(1)
+        if rank > 0:
+            # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
+            # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
+            time.sleep(3)
+        sentence = sentence_of(error)
+        message = f"\n{traceback.format_exc()}" if sentence is None else f" error: {sentence}\n"
+        print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
+        os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

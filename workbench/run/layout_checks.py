@@ -1,0 +1,148 @@
+"""Checks of a run before it starts: that the machine, the model and the layout fit together."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from picotron.config import Config, Distributed
+from picotron.console import UserError
+from picotron.model.families import head_size
+from picotron.optimizer import learning_rate_factor
+from picotron.pipeline_parallel.stages import Stage, plan_stages
+from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
+from workbench.console import text_table
+from workbench.run.launch import check_world_size
+from workbench.run.metrics import check_wandb
+from workbench.run.model_config import check_window, load_model_config
+
+logger = logging.getLogger("picotron")
+
+PlanPipeline = Callable[[Config, PreTrainedConfig], Any]
+
+
+def check_all(*checks: Callable[[], Any]) -> Any:
+    """Call each check, and return the result of the last one.
+
+    Raises:
+        UserError: the problems of all checks that raise one.
+    """
+    result, problems = None, list[str]()
+    for check in checks:
+        try:
+            result = check()
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return result
+
+
+def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: PlanPipeline = plan_stages) -> Any:
+    """Check that the model can run in the config's layout, and return what `plan_pipeline` returns.
+
+    Args:
+        plan_pipeline: that of the workbench, if `config.needs_workbench`.
+
+    Raises:
+        UserError: some of the parallelisms do not fit the model.
+    """
+    layout, length = config.distributed, config.training.seq_length
+    return check_all(
+        lambda: check_tensor_parallel(model_config, layout.tp_size),
+        lambda: check_window(model_config, length, f"training.seq_length={length}"),
+        lambda: check_context_parallel(model_config, layout),
+        lambda: check_float8(config, model_config),
+        lambda: plan_pipeline(config, model_config),
+    )
+
+
+def check_context_parallel(config: PreTrainedConfig, layout: Distributed) -> None:
+    """Raise UserError if `cp_engine` cannot run this model."""
+    kv_heads = max(1, config.num_key_value_heads // layout.tp_size)  # per tp rank
+    if layout.cp_engine == "ulysses" and kv_heads % layout.cp_size:
+        raise UserError(
+            f"cp_engine='ulysses' cannot split the {kv_heads} key/value heads of a tp rank (num_key_value_heads / tp_size) over "
+            f"cp_size={layout.cp_size} ranks; use a cp_size that divides {kv_heads}, or cp_engine 'ring'"
+        )
+    uses_blocks = layout.cp_size > 1 and layout.cp_engine != "ulysses"
+    if uses_blocks and not layout.use_cpu and (head_size(config) % 8 or head_size(config) > 256):
+        raise UserError(
+            f"cp_engine={layout.cp_engine!r} on GPUs needs a head_dim that is a multiple of 8 and at most 256, not "
+            f"{head_size(config)}; use cp_engine 'ulysses' or use_cpu=true"
+        )
+
+
+def check_float8(config: Config, model: PreTrainedConfig) -> None:
+    """Raise UserError if the config asks for float8, and its kernels do not support the sizes of the matrices."""
+    tp = config.distributed.tp_size
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size / tp_size": model.intermediate_size / tp,
+        "num_attention_heads * head_dim / tp_size": model.num_attention_heads * head_size(model) / tp,
+    }
+    wrong = ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16)
+    if config.model.float8 and wrong:
+        raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
+
+
+def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
+    """Return a table of the layers of each rank, given the rank of each stage."""
+    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
+    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
+    for rank, numbers in held.items():
+        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
+    return text_table(rows)
+
+
+def _contents(stage: Stage) -> str:
+    parts = ["embedding"] if stage.has_embedding else []
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.layers[0]}")
+    elif stage.layers:
+        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
+    if stage.has_head:
+        parts.append("head")
+    return ", ".join(parts) or "nothing"
+
+
+def warn_of_early_end(config: Config) -> None:
+    """Log a warning if `max_tokens` ends the run within the decay of the learning rate, or before it."""
+    training, rate = config.training, config.training.learning_rate
+    if training.max_tokens is None or training.lr_scheduler == "constant":
+        return
+    steps = math.ceil(training.max_tokens / (config.global_batch_size * training.seq_length))
+    if steps < training.total_train_steps:
+        logger.warning(
+            "training.max_tokens=%d ends the run after step %d of %d, where the learning rate is %.3g, and not yet the %.3g of "
+            "the end of lr_scheduler=%r; to reach that, set total_train_steps to %d",
+            training.max_tokens, steps, training.total_train_steps, rate * learning_rate_factor(training)(steps - 1),
+            rate * training.min_lr_ratio, training.lr_scheduler, steps,
+        )  # fmt: skip
+
+
+def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
+    """Load the model's config, and check that the model can run in the config's layout.
+
+    Returns:
+        The model's config, and what `plan_pipeline` returns.
+
+    Raises:
+        UserError: `load_model_config` or `check_layout` fails.
+    """
+    model_config = load_model_config(config.model)
+    return model_config, check_layout(config, model_config, plan_pipeline)
+
+
+def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
+    """Check the number of processes, if torchrun has started them, wandb, and the model as `check_model` does."""
+    layout = config.distributed
+    warn_of_early_end(config)
+    return check_all(
+        lambda: check_world_size(layout, int(os.environ.get("WORLD_SIZE", layout.world_size))),
+        lambda: check_wandb(config),
+        lambda: check_model(config, plan_pipeline),
+    )

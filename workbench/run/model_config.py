@@ -1,0 +1,176 @@
+"""Config of the model: that of transformers, checked to be one that `Llama` computes as transformers does."""
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from picotron.config import Model as ModelSection
+from picotron.console import UserError, first_line, invalid_value
+from picotron.model.families import FAMILIES, differences, head_size
+from picotron.model.llama import ACTIVATIONS
+from workbench.files import read_object
+from workbench.run.hub import connect
+
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Multiplier = Annotated[float, Field(gt=0)]
+Token = Annotated[int, Field(ge=-1, le=2**40)]
+ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope_theta
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+class Limits(BaseModel):
+    """Limits of the keys of a config.json that `Llama` reads, where transformers checks types at most."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    vocab_size: Size = 1
+    hidden_size: Size = 1
+    intermediate_size: Size = 1
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] = 1
+    num_attention_heads: Size = 1
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1)] = 1
+    rms_norm_eps: Annotated[float, Field(ge=0)] = 0
+    initializer_range: Annotated[float, Field(ge=0, le=1e6)] = 0
+    pad_token_id: Annotated[int, Field(ge=-1)] | None = None
+    eos_token_id: Token | list[Token] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
+    no_rope_layers: list[Literal[0, 1]] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    no_rope_layer_interval: Size = 1
+    attention_multiplier: Multiplier = 1
+    embedding_multiplier: Multiplier = 1
+    residual_multiplier: Multiplier = 1
+    logits_scaling: Multiplier = 1
+
+
+def load_model_config(section: ModelSection) -> PreTrainedConfig:
+    """Load the config of `model.name` (a folder or a hub id) and apply the section's overrides.
+
+    Raises:
+        UserError: the config cannot be read, is invalid, or needs features that `Llama` does not support.
+    """
+    name = section.name
+    try:
+        if os.path.isdir(name):  # False without permission, unlike `Path.is_dir`
+            data = read_object(Path(name, "config.json"))
+        else:
+            connect(name)
+            data, _ = PreTrainedConfig.get_config_dict(name)
+        if not data:
+            raise FileNotFoundError("file not found")
+        if (ends := read_generation_config(name).get("eos_token_id")) is not None:
+            data["eos_token_id"] = ends
+    except Exception as error:  # no such folder, no network, no permission, not JSON, ...
+        local = "use the folder of a model, a checkpoint or a run"
+        remedy = local if os.path.isdir(name) else "set model.name to a hub id or a local folder"
+        raise UserError(f"{name!r} has no readable config.json ({first_line(error)}); {remedy}") from None
+    family = data.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(
+            f"model_type={family!r} of {name} is not supported; picotron trains {', '.join(FAMILIES)} models"
+        )
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if getattr(section, key) is not None:
+            data[key] = getattr(section, key)
+    if section.num_hidden_layers is not None:  # the family's rule says which layers differ
+        data = {key: value for key, value in data.items() if key not in ("layer_types", "no_rope_layers")}
+    try:
+        Limits.model_validate(data)
+        config = CONFIG_MAPPING[family].from_dict(data)
+        # As the model of transformers does: a length at the top level of the file counts only then.
+        config.standardize_rope_params()
+    except ValidationError as error:
+        raise UserError(*(f"the config.json of {name}: {invalid_value(each)}" for each in error.errors())) from None
+    except Exception as error:
+        raise UserError(
+            f"the config.json of {name} is not a valid {CONFIG_MAPPING[family].__name__}: {' '.join(str(error).split())}"
+        ) from None
+    check_supported(config)
+    return config
+
+
+def read_generation_config(name: str) -> dict[str, Any]:
+    """Read the generation_config.json of a folder or a hub id; {} if there is none. As in transformers, its end tokens
+    replace those of config.json.
+    """
+    path = Path(name, "generation_config.json")
+    if not os.path.isdir(name):
+        try:
+            path = Path(hf_hub_download(name, path.name))
+        except EntryNotFoundError:
+            return {}
+    return read_object(path) if path.exists() else {}
+
+
+def end_tokens(config: PreTrainedConfig) -> list[int]:
+    """List the tokens with which a model ends a text."""
+    ends = config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
+    parameters = config.rope_parameters
+    if config.num_attention_heads % config.num_key_value_heads:
+        divisors = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
+        raise UserError(
+            f"num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
+            f"{config.num_attention_heads}; use one of {divisors}"
+        )
+    if head_size(config) % 2:
+        raise UserError(f"head_dim={head_size(config)} is odd; rotary embeddings need an even head_dim")
+    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+        raise UserError(
+            f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; change one of them in the "
+            f"model's config.json"
+        )
+    rotations = getattr(config, "no_rope_layers", None)
+    if rotations is not None and len(rotations) < config.num_hidden_layers:
+        raise UserError(
+            f"no_rope_layers in the model's config.json has {len(rotations)} layers, not {config.num_hidden_layers}, "
+            f"the num_hidden_layers; add the others, or remove the key"
+        )
+    features = {
+        "hidden_act": (config.hidden_act, tuple(ACTIVATIONS)),
+        "use_bidirectional_attention": (getattr(config, "use_bidirectional_attention", None), (None, False)),
+        "attention_dropout": (config.attention_dropout, (0, None)),
+        "rope_type": (parameters.get("rope_type"), ("default", "linear", "llama3")),
+        "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
+        "quantization_config": (getattr(config, "quantization_config", None), (None,)),
+    }
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            allowed = " or ".join(repr(v) for v in supported)
+            raise UserError(
+                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}. To train without "
+                f"it, change the key in a copy of the model's folder"
+            )
+    for name in ("rope_theta", *ROPE_FACTORS.get(parameters["rope_type"], ())):
+        value = parameters.get(name)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f"{name}={value!r} in the model's rope_parameters should be a positive number")
+
+
+def check_window(config: PreTrainedConfig, length: int, what: str) -> None:
+    """Raise UserError if the model's sliding window would hide tokens of a sequence of `length` tokens.
+
+    Args:
+        what: name and length of the sequence, for the error.
+    """
+    window = differences(config).window
+    if window is not None and length > window:
+        raise UserError(
+            f"{what} is longer than the model's sliding_window={window}, which picotron cannot apply; use at most "
+            f"{window} tokens"
+        )

@@ -1,0 +1,116 @@
+"""The rows of a run: those to train on, those to evaluate, and their fingerprint."""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.loader import Row, Rows, TextRows, epoch_order
+from workbench.run.token_files import Samples, Text
+
+logger = logging.getLogger("picotron")
+
+HELD_OUT = 2**40  # in the place of an epoch's number
+DECODED = 2**20  # tokens that are decoded at a time
+CONTEXT = 16  # tokens before a row, more than the bytes of a character
+
+
+class SomeRows(Rows):
+    """Some rows of a data set.
+
+    Args:
+        rows: rows of the data set.
+        numbers: which of them.
+    """
+
+    def __init__(self, rows: Rows, numbers: np.ndarray) -> None:
+        self.rows, self.numbers = rows, numbers
+        self.counts = None if rows.counts is None else rows.counts[numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Row:
+        return self.rows[int(self.numbers[i])]
+
+    def identity(self) -> tuple[Any, np.ndarray]:
+        size, ends = self.rows.identity()
+        return (size, hashlib.sha256(self.numbers.tobytes()).hexdigest()), ends
+
+
+def data_fingerprint(rows: Rows, config: Config) -> str:
+    """Return a hash of the size of the data, their first and last 1,000 tokens, and their order. Runs with different
+    hashes read different rows; runs with equal hashes, almost certainly the same.
+    """
+    training, (size, ends) = config.training, rows.identity()
+    rules = (size, training.seq_length, training.seed if config.dataset.shuffle else "in order")
+    return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
+
+
+def hold_out(rows: Rows, summary: str, config: Config, unit: int) -> tuple[Rows, Rows]:
+    """Return the rows for training and those for evaluations, `held_out_sequences` of them, drawn with the seed.
+
+    Args:
+        summary: text about the data, for the log and for errors.
+        unit: number of the summary's tokens or samples in a row.
+
+    Raises:
+        UserError: there are fewer rows than evaluation and one global batch need.
+    """
+    batch, held_out = config.global_batch_size, config.held_out_sequences
+    if len(rows) < batch + held_out:
+        also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
+        raise UserError(
+            f"{summary}: enough for {len(rows)} sequences of {config.training.seq_length} tokens, but one global batch needs "
+            f"{batch}{also}; use more data, another seq_length, a smaller batch{fewer}, or keep long samples"
+        )
+    logger.info("%s, %s of them for evaluation", summary, f"{held_out * unit:,}")
+    order = epoch_order(len(rows), config.training.seed, HELD_OUT)
+    held, trained = np.sort(order[:held_out]), np.sort(order[held_out:])
+    return (SomeRows(rows, trained), SomeRows(rows, held)) if held_out else (rows, SomeRows(rows, held))
+
+
+def split_train_eval(data: Text | Samples, config: Config, evaluation: object = None) -> tuple[Rows, Rows]:
+    """Return the rows of a text for training and for evaluations, see `hold_out`."""
+    assert isinstance(data, Text), "variants.choose has others"
+    assert evaluation is None
+    length = config.training.seq_length
+    return hold_out(TextRows(data.tokens, length), summary_of(data, config), config, length)
+
+
+def summary_of(text: Text, config: Config) -> str:
+    return f"{len(text.tokens):,} tokens in {config.dataset.title}"
+
+
+def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
+    """Count the targets that the loss counts, and the bytes of their text in UTF-8. Special tokens, such as the
+    end-of-sequence token, are targets without text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+
+    def decode(ids: np.ndarray) -> str:
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    targets = size = 0
+    if isinstance(rows, SomeRows) and isinstance(rows.rows, TextRows):
+        # A character, such as an emoji, that the bounds of a row cut counts in the row with its last byte.
+        for first in (rows.numbers * rows.rows.seq_length + 1).tolist():
+            before = max(0, first - CONTEXT)
+            bounds = (first + rows.rows.seq_length, 1), (first, -1)
+            texts = ((decode(rows.rows.tokens[before:end]).rstrip("\ufffd"), sign) for end, sign in bounds)
+            size += sum(sign * len(text.encode()) for text, sign in texts)
+        return len(rows) * rows.rows.seq_length, size
+    count = max(1, DECODED // len(rows[0].target_ids))
+    for first in range(0, len(rows), count):
+        batch = [rows[i] for i in range(first, min(first + count, len(rows)))]
+        # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
+        parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
+        ids = np.concatenate(parts)
+        targets, size = targets + len(ids), size + len(decode(ids).encode())
+    return targets, size

@@ -1,0 +1,213 @@
+"""Folder of a run, `checkpoint.save_dir`: its files, and how a new run archives those of an earlier one.
+
+    config.json  schedule.csv  metrics.jsonl  step_00000080/  step_00000160/  ...    trace_step_00000005.jsonl  ...
+    completions.jsonl (of examples/grpo.py)    earlier.1/  earlier.2/  ...
+
+A checkpoint folder with its final name is complete: it is written under another name, and renamed at the end.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from picotron.config import Config
+from picotron.console import UserError
+from workbench.files import locked, parse_json, unfinished, write_atomically
+
+logger = logging.getLogger("picotron")
+
+CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in forked processes, which may live longer
+os.register_at_fork(after_in_child=CLAIM.close)
+COMPLETIONS = "completions.jsonl"  # whose lines begin with their step: {"step": 20, ...
+LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
+
+
+def claim_save_dir(config: Config) -> None:
+    """Create the folder for the outputs, and claim it for this run until its first process ends, however it ends, or
+    closes `CLAIM`.
+
+    Raises:
+        UserError: the folder cannot be written, holds a model, is claimed by another run, or has a checkpoint that the
+            run reads and would archive.
+    """
+    name = config.checkpoint.save_dir
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=name).close()
+        existing = Path(name, "config.json")
+        if existing.exists() and b'"model_type"' in existing.read_bytes():
+            raise UserError(
+                f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
+            )
+        _check_kept(config)
+        if int(os.environ.get("RANK", 0)) == 0:
+            path, started = Path(name, ".run_lock"), time.strftime("%Y-%m-%d %H:%M:%S")
+            if (lock := CLAIM.enter_context(locked(path))) is None:
+                raise UserError(
+                    f"checkpoint.save_dir={name!r} is being written by another run "
+                    f"({path.read_text(errors='replace').strip()}); wait until it ends, or choose another folder"
+                )
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}, started at {started}\n")
+            lock.flush()
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.save_dir={name!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+def _check_kept(config: Config) -> None:
+    """Raise a UserError if a run reads its model or tokenizer from a checkpoint that it archives, see `begin_run`."""
+    save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
+    checkpoints = {path.resolve() for path in checkpoint_folders(Path(save_dir)).values()}
+    for key, name in (("name", config.model.name), ("tokenizer", config.model.tokenizer)):
+        if Path(name or "").resolve() in checkpoints and not (latest or Path(start).resolve() in checkpoints):
+            raise UserError(
+                f"model.{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
+                f"to another folder; choose another save_dir"
+            )
+
+
+def checkpoint_folder(save_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return save_dir / f"step_{step:08d}"
+
+
+def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
+    """Map the step of each complete checkpoint in `save_dir` to its folder, in ascending order."""
+    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_" + 8 * "[0-9]"))
+    return {step: checkpoint_folder(save_dir, step) for step in steps}
+
+
+def parse_load_path(load_path: str) -> tuple[bool, str]:
+    """Return whether a run resumes from the newest checkpoint in its save_dir, and the folder from which it starts
+    without one ("": initial weights).
+    """
+    if load_path == "latest" or load_path.startswith("latest or "):
+        return True, load_path.removeprefix("latest").removeprefix(" or ")
+    return False, load_path
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
+
+    Failures are only logged.
+    """
+    try:
+        shutil.rmtree(folder.rename(unfinished(folder)))
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", folder, error.strerror)
+
+
+@contextlib.contextmanager
+def user_error_on_failure(path: Path) -> Iterator[None]:
+    """Context in which a failure to write to `path` raises a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; free some space, or choose another checkpoint.save_dir"
+        ) from None
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Read the records of a metrics.jsonl.
+
+    Returns:
+        The records, and the first problem of the file, or "". Damaged lines are skipped; a last line that a killed run
+        left unfinished is not a problem.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        return [], f"{path.name} cannot be read: {error.strerror}"
+    records, problem = [], ""
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = parse_json(line, f"line {number} of {path.name}")
+            if (
+                not isinstance(record, dict)
+                or type(record.get("step")) is not int
+                or record.get("loss", record.get("eval_loss")) is None
+            ):
+                raise UserError(f"line {number} of {path.name} is not the record of a step")
+            values = (value for value in record.values() if value is not None)
+            if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):
+                raise UserError(f"line {number} of {path.name} has a value that is not a number, or beyond {LARGEST:g}")
+            records.append(record)
+        except UserError as error:
+            problem = problem or str(error)
+    return records, problem
+
+
+def new_archive_folder(folder: Path) -> Path:
+    """Create a folder `earlier.N` in `folder`, for the files of earlier runs."""
+    archive = next(path for n in itertools.count(1) if not (path := folder / f"earlier.{n}").exists())
+    archive.mkdir()
+    return archive
+
+
+def begin_run(config: Config, resumed_step: int | None, searched: str | None = None) -> list[dict[str, Any]]:
+    """Write config.json and schedule.csv, and archive the files of an earlier run in a folder `earlier.N`.
+
+    Args:
+        resumed_step: step of the checkpoint in save_dir from which this run resumes; files up to that step stay in
+            place. None if this run does not resume an earlier one.
+        searched: contents of schedule.csv, if the pipeline's schedule was searched. The file can be drawn, and used
+            again with pp_engine "csv:FILE".
+
+    Returns:
+        The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
+        (Likewise for the lines of completions.jsonl.)
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    save_dir = Path(config.checkpoint.save_dir)
+    names = ("metrics.jsonl", COMPLETIONS, "config.json", "schedule.csv")
+    metrics, completions, config_file, schedule_file = files = [save_dir / name for name in names]
+    by_step = [
+        (path, re.fullmatch(r"(?:trace_)?step_([0-9]{8})(?:\.jsonl)?", path.name)) for path in save_dir.glob("*step_*")
+    ]
+    old = [path for path, match in by_step if match and (resumed_step is None or int(match[1]) > resumed_step)]
+    if resumed_step is None:
+        old += [path for path in files if path.exists()]
+    with user_error_on_failure(save_dir):
+        if resumed_step is not None and schedule_file.exists() and schedule_file.read_text() != searched:
+            old.append(schedule_file)
+        all_records, problem = ([], "") if resumed_step is None else read_records(metrics)
+        records = [record for record in all_records if record["step"] <= (resumed_step or 0)]
+        lines = completions.read_bytes().splitlines(True) if resumed_step is not None and completions.exists() else []
+        by_line = ((line, re.match(rb'{"step": ([0-9]+),', line)) for line in lines)
+        kept = [line for line, match in by_line if match and int(match[1]) <= (resumed_step or 0)]
+        if len(kept) < len(lines):
+            old.append(completions)
+        if old or problem or len(records) < len(all_records):
+            archive = new_archive_folder(save_dir)
+            for path in old:
+                with user_error_on_failure(path):
+                    path.rename(archive / path.name)
+            if resumed_step is not None and metrics.exists():
+                shutil.copy(metrics, archive)
+            archived = ", ".join(sorted(path.name for path in archive.iterdir()))
+            logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, archived)
+        if problem:
+            logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
+        if resumed_step is not None and metrics.exists():
+            write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
+        if kept and completions in old:
+            write_atomically(completions, b"".join(kept))
+        write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
+        if searched is not None:
+            write_atomically(schedule_file, searched)
+    return records
