@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config, Training
 from picotron.data_parallel.data_parallel import wrapper_of
-from picotron.model.placement import copies, main_grad, owned_weight, placement, scale_gradients
+from picotron.model.placement import main_grad, owned_weight, placement, replicas
 
 ReadState = Callable[[nn.Parameter, str, Tensor], None]
 
@@ -156,6 +157,20 @@ class AdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""
         self.model.zero_grad()
+
+
+def copies(parameter: Tensor) -> int:
+    """Return the number of ranks that hold the same numbers of a parameter's `main_grad`."""
+    shard, owned = placement(parameter).shard, placement(parameter).owned
+    on_tp_ranks = pgm.process_group_manager.tp_world_size if shard is None else shard.replicas
+    return on_tp_ranks if owned else on_tp_ranks * dist.get_world_size(replicas(parameter))
+
+
+def scale_gradients(model: nn.Module, factor: Tensor | float) -> None:
+    """Multiply the `main_grad`s of all parameters that are not frozen by a factor, in place."""
+    gradients = [main_grad(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def make_optimizer(model: nn.Module, config: Config) -> AdamW:

@@ -393,9 +393,7 @@ def draw_program(dice: random.Random) -> Case:
         "ranks": ranks,
         "engine": dice.choice(engines),
         "net": dice.choice(("inside", "outside", "shared")),
-        "optimizer": "wrapper"
-        if states
-        else dice.choice(("wrapper", "wrapper", "wrapper", "module", "module", "torch")),
+        "optimizer": "wrapper" if states else dice.choice(("wrapper",) * 8 + ("module", "torch")),
         "states": states,
         "frozen": frozen,
         "operations": operations,

@@ -38,7 +38,7 @@ from workbench.run.metrics import Progress, global_mean
 from workbench.run.model_config import load_model_config
 from workbench.run.rows import data_fingerprint
 from workbench.run.token_files import load_data
-from workbench.variants import choose
+from workbench.variants import choose, zero1
 from workbench.variants.choose import make_optimizer, split_train_eval
 from workbench.variants.zero1 import DataParallelZero1
 
@@ -100,7 +100,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         pipeline, step, evaluate = pipeline_of(config, model_config, CPU, torch.float64)
     with (
         mock.patch.object(choose, "DataParallelBucket", wrappers["DataParallelBucket"]),
-        mock.patch.object(choose, "DataParallelZero1", wrappers["DataParallelZero1"]),
+        mock.patch.object(zero1, "DataParallelZero1", wrappers["DataParallelZero1"]),
     ):
         model = choose.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
     llama = unwrap(model)

@@ -67,13 +67,12 @@ def make_buckets(parameters: list[nn.Parameter], megabytes: float, bucket: type[
     """Fill buckets of at least `megabytes` MiB, except the last one of a kind, in the given order. (With an upper limit
     instead, a norm's weight between two large matrices would have a bucket to itself.)
 
-    The parameters of a bucket are of one kind: they have the same dtype, device, pipeline stage and replicas. A matrix
-    that another pipeline stage also holds has its own bucket, which is the same on the ranks of both stages.
+    The parameters of a bucket are of one kind: they have the same dtype, device, pipeline stage and replicas.
     """
     filling: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
     buckets = []
     for p in parameters:
-        kind = p.dtype, p.device, placement(p).stage, replicas(p), id(p) if placement(p).is_tied else None
+        kind = p.dtype, p.device, placement(p).stage, replicas(p)
         filling[kind].append(p)
         if sum(each.numel() for each in filling[kind]) * accumulation_dtype(p).itemsize >= megabytes * 2**20:
             buckets.append(bucket(filling.pop(kind)))
@@ -180,8 +179,8 @@ class DataParallel(nn.Module):
             self._reduce(bucket)
 
     def finish_grad_sync(self) -> None:
-        """Wait until every gradient is the average, and sum those that are partial, see `sum_partial_gradients`, or of
-        which other pipeline stages have a part, see `PipelineParallel.sum_tied_gradients`. If that is done, do nothing.
+        """Wait until every gradient is the average, and sum the partial ones, see `sum_partial_gradients`. If that is
+        done, do nothing.
 
         Buckets that are still pending are reduced first: a parameter that got no gradient in the last backward may hold
         one from an earlier micro-batch.
@@ -192,9 +191,6 @@ class DataParallel(nn.Module):
             self._reduce(self.pending_buckets.pop(0))
         self._end_reductions()
         sum_partial_gradients(self.module)
-        sum_tied: Any = getattr(self.module, "sum_tied_gradients", None)
-        if sum_tied is not None:
-            sum_tied()
         self.is_averaged = True
 
     def parts(self) -> Iterator[list[nn.Parameter]]:

@@ -57,11 +57,11 @@ class Guard:
             )
 
     def on_gradient(self, parameter: Tensor) -> None:
-        wrapper, own = self.wrapper, placement(parameter)
+        wrapper = self.wrapper
         has_replicas = dist.get_world_size(replicas(parameter)) > 1
         if parameter.grad is None:  # a deferred gradient
             return
-        if wrapper.is_averaged and (has_replicas or own.sum_over or own.is_tied):
+        if wrapper.is_averaged and (has_replicas or placement(parameter).sum_over):
             raise UserError(
                 f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
                 f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
@@ -83,7 +83,12 @@ class Guard:
                 f"{type(optimizer).__name__} finds no gradient of {self.names[mine[0]]}: those of a wrapped module are in "
                 f"main_grad; use picotron.optimizer.AdamW, or set each grad to main_grad(parameter) after finish_grad_sync"
             )
-        for parameter, name in self.names.items() if mine or is_ours else ():
+        if mine or is_ours:
+            self.check_trained()
+
+    def check_trained(self) -> None:
+        """Raise UserError if a parameter has been frozen or unfrozen since it was wrapped."""
+        for parameter, name in self.names.items():
             if parameter.requires_grad != (parameter in self.trained):
                 change = "unfrozen" if parameter.requires_grad else "frozen"
                 raise UserError(

@@ -52,16 +52,14 @@ class Softmax(NamedTuple):
     def of(cls, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> "Softmax":
         """Compute the softmax of logits (C, V/tp). In float32 or wider, all of them are overwritten."""
         wide = accumulation_dtype(logits)
-        if shard.rows < logits.size(1):
-            logits[:, shard.rows :].fill_(-torch.inf)  # padding rows get probability 0
+        logits[:, shard.rows :] = -torch.inf  # padding rows get probability 0
         column = targets - shard.start
         is_local = (column >= 0) & (column < shard.rows)
         column = column.where(is_local, 0)
         top = logits.amax(-1).to(wide)
         if shard.group is not None:
             all_reduce(top, shard.group, dist.ReduceOp.MAX)
-        target_logit = logits.gather(1, column[:, None])[:, 0] - top
-        target_logit = target_logit.where(is_local, 0)  # partial: 0 on all other ranks
+        target_logit = (logits.gather(1, column[:, None])[:, 0] - top).where(is_local, 0)  # 0 on all other ranks
         # A new buffer only if the logits are in bfloat16.
         exponentials = torch.sub(logits, top[:, None], out=logits if logits.dtype == wide else None).exp_()
         sums = torch.stack((exponentials.sum(-1), target_logit))
@@ -132,8 +130,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if dweight is not None:
                     add_product(dweight, gradient.t(), x[chunk])
             del logits, gradient  # frees their memory before the next chunk's are allocated
-        ctx.gradients = dx, dweight
-        ctx.dtype = weight.dtype
+        ctx.gradients, ctx.dtype = (dx, dweight), weight.dtype
         return loss
 
     @staticmethod
@@ -143,9 +140,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         (dx, dweight), ctx.gradients = ctx.gradients, None
         # Multiply in the dtype of `gradient`, float32 or wider: a factor of 1/3 rounded to bfloat16 would shift all
         # gradients by 0.2 %.
-        if dweight is not None:
-            out = dweight if dweight.dtype == ctx.dtype else torch.empty_like(dweight, dtype=ctx.dtype)
-            dweight = torch.mul(dweight, gradient, out=out)  # writes a narrower dtype at once
+        dweight = None if dweight is None else dweight.mul_(gradient).to(ctx.dtype)
         return dx.mul_(gradient[None]), dweight, *[None] * 5
 
 

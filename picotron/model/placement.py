@@ -74,8 +74,8 @@ class Placement:
     Attributes:
         shard: tensor parallelism: the rows or columns on this rank; None if each tp rank holds all of them.
         sum_over: the ranks that hold the same numbers as this one but use them in different computations, such as
-            norms with sequence parallelism, or key/value heads that several ranks share. Each has a part of the
-            gradient, see `sum_partial_gradients`.
+            norms with sequence parallelism, key/value heads that several ranks share, or a matrix that is the embedding
+            on one rank and the head on another. Each has a part of the gradient, see `sum_partial_gradients`.
         average_over: data parallelism: the ranks that hold the same numbers and process other tokens, over which the
             gradient is averaged, see `replicas`; None: the `cp_dp` group.
         gradient_scale: factor of that average. If each of n ranks of a `cp_dp` group holds a different parameter, which
@@ -124,13 +124,6 @@ def replicas(parameter: Tensor) -> dist.ProcessGroup:
     return placement(parameter).average_over or pgm.process_group_manager.cp_dp_group
 
 
-def copies(parameter: Tensor) -> int:
-    """Return the number of ranks that hold the same numbers of a parameter's `main_grad`."""
-    shard, owned = placement(parameter).shard, placement(parameter).owned
-    on_tp_ranks = pgm.process_group_manager.tp_world_size if shard is None else shard.replicas
-    return on_tp_ranks if owned else on_tp_ranks * dist.get_world_size(replicas(parameter))
-
-
 def owned_weight(parameter: Tensor) -> Tensor:
     """Return the weight that this rank owns and updates: the parameter, or a flat slice of it."""
     owned = placement(parameter).owned
@@ -160,23 +153,20 @@ def set_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     parameter.main_grad = buffer  # type: ignore[attr-defined]
 
 
-def scale_gradients(model: nn.Module, factor: Tensor | float) -> None:
-    """Multiply the `main_grad`s of all parameters that are not frozen by a factor, in place."""
-    gradients = [main_grad(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
 def sum_partial_gradients(model: nn.Module) -> None:
     """Sum the `main_grad`s of parameters over the ranks of their `Placement.sum_over`. The sum is only needed once per
     step, so the gradients of a group are sent together.
     """
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for parameter in model.parameters():
+    # In the same order on all ranks of a group. Stages have what they share under other names, and in another order.
+    for parameter in sorted(model.parameters(), key=lambda each: placement(each).shared_name or ""):
         group = placement(parameter).sum_over
         if group is not None and parameter.requires_grad:
             by_group.setdefault(group, []).append(main_grad(parameter))
     for group, gradients in by_group.items():
+        if len(gradients) == 1:  # perhaps a large one, such as that of a tied embedding
+            all_reduce(gradients[0], group)
+            continue
         total = torch.cat([gradient.flatten() for gradient in gradients])
         all_reduce(total, group)
         sums = total.split([gradient.numel() for gradient in gradients])

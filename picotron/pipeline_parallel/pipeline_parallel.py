@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 from picotron.model.llama import Llama
-from picotron.model.placement import main_grad, place
+from picotron.model.placement import place
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
 from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
@@ -83,8 +82,8 @@ class PipelineParallel(nn.Module):
     """This rank's part of a Llama: layers, the embedding on the first stage, the final norm and head on the last.
 
     If the embedding's matrix is also the head's (tied) but they are on different ranks, each rank holds a replica. Each
-    replica gets the gradient of its own use, and `sum_tied_gradients` adds them. The replicas start equal and get equal
-    updates, so they stay identical to the last bit.
+    replica gets the gradient of its own use, and `Placement.sum_over` says that these are added. The replicas start
+    equal and get equal updates, so they stay identical to the last bit.
 
     Args:
         model: a Llama on the meta device, from which the modules of other ranks are removed.
@@ -109,12 +108,12 @@ class PipelineParallel(nn.Module):
             del untyped.model.layers[str(i)]
         if not stage.has_head:
             untyped.model.norm = untyped.lm_head = None
+        ends = grid.grid.movedim(1, -1)[..., [0, last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
+        both = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
         if has_replica and (stage.has_embedding or stage.has_head):  # the last stage keeps it as the head's weight
-            place(untyped.model.embed_tokens.weight, is_tied=True, is_replica=not stage.has_embedding)
+            place(untyped.model.embed_tokens.weight, is_tied=True, is_replica=not stage.has_embedding, sum_over=both)
         elif not stage.has_embedding:
             untyped.model.embed_tokens = None
-        ends = grid.grid.movedim(1, -1)[..., [0, last_rank]]  # (dp, cp, tp, 2), the ends of each pipeline
-        self.embedding_group = new_groups(ends.reshape(-1, 2).tolist()) if has_replica else None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor | None = None, **others: Any
@@ -151,11 +150,6 @@ class PipelineParallel(nn.Module):
             return None
         # The received tensor is a leaf of the graph, see `pipeline_communicate`, so its gradient is there.
         return torch.zeros_like(input_tensor) if input_tensor.grad is None else input_tensor.grad
-
-    def sum_tied_gradients(self) -> None:
-        """Add the two gradients of the tied matrix: one of its use as embedding, one of its use as head."""
-        if self.embedding_group is not None and (weight := self.module.model.embed_tokens.weight).requires_grad:
-            all_reduce(main_grad(weight), self.embedding_group)
 
 
 def forward_step(

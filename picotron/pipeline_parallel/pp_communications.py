@@ -12,6 +12,7 @@ receiver on one would wait forever for a sender on the other.)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,29 +21,40 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 
 
-def _peer(operation: str) -> int | None:
-    """Return the global rank of the neighbour at the other end, or None if there is no such neighbour."""
+def _exchange(
+    operations: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor: Tensor | None,
+    shape: Sequence[int] | None,
+) -> Tensor | None:
+    """Send `tensor`, receive a tensor of `shape`, or both in one batch, and wait. Returns what was received.
+
+    One group serves both directions, because a rank waits for each batch before it starts the next one.
+    """
     grid = pgm.process_group_manager
-    return {
+    peers = {
         "recv_forward": grid.pp_prev_rank,
         "send_forward": grid.pp_next_rank,
         "recv_backward": grid.pp_next_rank,
         "send_backward": grid.pp_prev_rank,
-    }[operation]
-
-
-def _exchange(messages: list[tuple[str, Tensor]]) -> None:
-    """Start all messages, given as (operation, tensor), in one batch, and wait for them.
-
-    One group serves both directions, because a rank waits for each batch before it starts the next one.
-    """
-    group = pgm.process_group_manager.pp_group
-    batch = []
-    for operation, tensor in messages:
-        start = dist.isend if operation.startswith("send") else dist.irecv
-        batch.append(dist.P2POp(start, tensor.detach(), _peer(operation), group))
+    }
+    if peers[operations[0]] is None:  # at an end of the pipeline
+        return None
+    batch, received = [], None
+    for operation in operations:
+        start: Any = dist.isend if operation.startswith("send") else dist.irecv
+        if operation.startswith("send"):
+            message = checked(tensor, device, dtype)
+        else:
+            assert shape is not None
+            message = received = torch.empty(shape, dtype=dtype, device=device)
+        batch.append(dist.P2POp(start, message, peers[operation], grid.pp_group))
     for handle in dist.batch_isend_irecv(batch):
         handle.wait()
+    if received is not None:  # activations, whose gradient is to be sent back
+        received.requires_grad_("recv_forward" in operations and torch.is_grad_enabled())
+    return received
 
 
 def checked(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -52,7 +64,7 @@ def checked(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(
             f"pp rank {pgm.process_group_manager.pp_rank} cannot send {found}: the receiver expects {dtype} on {device}"
         )
-    return tensor.contiguous()
+    return tensor.detach().contiguous()
 
 
 def pipeline_communicate(
@@ -76,15 +88,7 @@ def pipeline_communicate(
     Raises:
         ValueError: `tensor` is on another device or has another dtype than the receiver expects.
     """
-    if _peer(operation) is None:
-        return None
-    if operation.startswith("recv"):
-        assert shapes is not None
-        received = torch.empty(shapes, dtype=dtype, device=device)
-        _exchange([(operation, received)])
-        return received.requires_grad_(operation == "recv_forward" and torch.is_grad_enabled())
-    _exchange([(operation, checked(tensor, device, dtype))])
-    return None
+    return _exchange([operation], device, dtype, tensor, shapes)
 
 
 def bidirectional_pipeline_communicate(
@@ -110,12 +114,8 @@ def bidirectional_pipeline_communicate(
     Raises:
         ValueError: as `pipeline_communicate`.
     """
-    send, receive = {
+    operations = {
         "send_fwd_recv_bwd": ("send_forward", "recv_backward"),
         "send_bwd_recv_fwd": ("send_backward", "recv_forward"),
     }[operation]
-    if _peer(send) is None:
-        return None
-    received = torch.empty(recv_shapes, dtype=dtype, device=device)
-    _exchange([(send, checked(send_tensor, device, dtype)), (receive, received)])
-    return received.requires_grad_(receive == "recv_forward")
+    return _exchange(operations, device, dtype, send_tensor, recv_shapes)

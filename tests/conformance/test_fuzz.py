@@ -85,9 +85,6 @@ CORNERS: dict[str, Case] = {
     },
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
-    "optimizer of the inner module, zero1": program_of(
-        BACKWARD, STEP, ZERO, BACKWARD, optimizer="module", engine="zero1"
-    ),
     "every backward reduces on one rank": program_of(BACKWARD, BACKWARD, STEP, ZERO, BACKWARD, BACKWARD),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
@@ -122,6 +119,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         program_of(["share", "zero1"]),
         "0.weight is wrapped for data parallelism already",
     ),
+    "optimizer of the inner module": (program_of(BACKWARD, STEP, optimizer="module"), "pass the wrapper"),
     "new data, zero1": (program_of(BACKWARD, ["assign", "data", 1], engine="zero1"), "data has been replaced"),
     "new data, zero3": (program_of(["assign", "vector", 1], BACKWARD, engine="zero3"), "data has been replaced"),
     "unfrozen": (

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from conformance.training import CPU, pipeline_of
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
-from picotron.data_parallel import data_parallel
+from picotron.data_parallel import guards
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.placement import Index
 from picotron.pipeline_parallel import pipeline_parallel
@@ -35,7 +35,7 @@ from workbench.pipelines import recorder
 from workbench.pipelines.executor import reverse_group
 from workbench.run.metrics import global_mean
 from workbench.schedules.nccl_calls import Compute, Operation, Part, Program, Wait
-from workbench.variants import choose
+from workbench.variants import choose, zero1
 from workbench.variants.zero1 import DataParallelZero1
 
 SmallBuckets = functools.partial(DataParallelBucket, bucket_mb=0.02)  # several for each stage of a tiny model
@@ -143,9 +143,9 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
             reverse_group()
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
-            mock.patch.object(data_parallel, "check_equal"),  # reads values, before the first step
+            mock.patch.object(guards, "check_equal"),  # reads values, before the first step
             mock.patch.object(choose, "DataParallelBucket", SmallBuckets),
-            mock.patch.object(choose, "DataParallelZero1", SmallSlicedBuckets),
+            mock.patch.object(zero1, "DataParallelZero1", SmallSlicedBuckets),
             mock.patch.object(recorder.logger, "debug", record_computation),
             mock.patch.object(pipeline_parallel, "forward_step", recorded(pipeline_parallel.forward_step, "F")),
             mock.patch.object(PipelineParallel, "backward", recorded(PipelineParallel.backward, "B")),

@@ -23,7 +23,7 @@ from picotron.console import UserError
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.model.placement import scale_gradients
+from picotron.optimizer import scale_gradients
 from picotron.pipeline_parallel.pipeline_parallel import Step
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from workbench.own_loops.check_batches import Batch, check_batches, check_split

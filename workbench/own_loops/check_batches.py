@@ -93,6 +93,7 @@ def _check_parameters(model: DataParallel) -> None:
     """Check that no parameter was frozen in an earlier step, and that all gradients are 0. Those of an earlier step are
     sums over ranks, which are taken once.
     """
+    model.hooks[0].check_trained()
     gradients = model.gradient_buffers()
     if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
         raise UserError(

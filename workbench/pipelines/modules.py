@@ -29,7 +29,7 @@ from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.data_parallel.guards import check_equal
 from picotron.model.llama import AttentionFn, Llama
-from picotron.model.placement import main_grad, place
+from picotron.model.placement import place, placement
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import Stage
 from picotron.process_group_manager import new_groups
@@ -212,13 +212,14 @@ class Pipeline(PipelineStages):
         self.stages = nn.ModuleDict({str(number): stages[number] for number in schedule.stages_of(rank)})
         self.schedule, self.message_of = schedule, receives
         self.groups: dict[tuple[int, ...], Any] = {}  # of the ranks that share parameters
-        self.tied = [self._tie(each) for each in tied]
+        for each in tied:
+            self._tie(each)
         self.place_parameters(schedule.splits_backward)
         if schedule.splits_backward:
             split_backward(self)
 
-    def _tie(self, places: Sequence[tuple[int, str]]) -> tuple[nn.Parameter | None, Any]:
-        """Let the stages of this rank share a parameter. Returns it, and the group of all ranks that hold it."""
+    def _tie(self, places: Sequence[tuple[int, str]]) -> None:
+        """Let the stages of this rank share a parameter, whose gradient is summed over all ranks that hold it."""
         grid, mine, is_frozen = pgm.process_group_manager, None, False
         ranks = tuple(dict.fromkeys(self.schedule.rank_of(stage) for stage, _ in places))
         for stage, name in places:
@@ -239,7 +240,9 @@ class Pipeline(PipelineStages):
                 check_equal({places[0][1]: mine}, group)
                 all_reduce(frozen, group, dist.ReduceOp.MAX)
             mine.requires_grad_(mine.requires_grad and not frozen.item())
-        return mine, group
+            if group is not None:
+                assert placement(mine).sum_over is None, "a tied matrix cannot have other partial gradients"
+                place(mine, sum_over=group)
 
     def forward(
         self,
@@ -268,8 +271,3 @@ class Pipeline(PipelineStages):
 
     def receives(self, stage: int, batch: dict[str, Any]) -> Message:
         return self.message_of(stage, batch)
-
-    def sum_tied_gradients(self) -> None:
-        for parameter, group in self.tied:
-            if group is not None and parameter is not None and parameter.requires_grad:
-                all_reduce(main_grad(parameter), group)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
 from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
 from picotron.data_parallel.guards import check_not_replaced
-from picotron.model.placement import OwnedSlice, place, replicas, set_main_grad
+from picotron.model.placement import OwnedSlice, place, placement, replicas, set_main_grad
 
 
 def divide(
@@ -81,9 +81,12 @@ class DataParallelZero1(DataParallelBucket):
     """`DataParallelBucket` with an optimizer that is divided over the ranks."""
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
-        # The bucket of a tied matrix is the same on the ranks of both stages. So these own the same elements, and
-        # `sum_tied_gradients` can add their gradients.
-        return make_buckets(parameters, self.bucket_mb, SlicedBucket)
+        # A tied matrix has a bucket of its own, so that the ranks of both stages own the same elements, of which they
+        # have parts of the gradient.
+        tied = [p for p in parameters if placement(p).is_tied]
+        others = [p for p in parameters if not placement(p).is_tied]
+        groups = others, *([p] for p in tied)
+        return [bucket for each in groups for bucket in make_buckets(each, self.bucket_mb, SlicedBucket)]
 
     def parts(self) -> Iterator[list[nn.Parameter]]:
         """Yield the parameters of one bucket after the other: while the next ones are updated, the new weights are on

@@ -196,7 +196,7 @@ class DataParallelZero3(DataParallel):
         self.units: list[Unit] = []
         self.unit_of: dict[Tensor, Unit] = {}
         # A parameter that another pipeline stage also holds has a separate unit, so that the ranks of both stages own
-        # the same elements: `sum_tied_gradients` adds their gradients.
+        # the same elements, of which they have parts of the gradient.
         numbered = enumerate(module.parameters(), 1)
         of_replicas = {group: i for i, group in enumerate(dict.fromkeys(map(replicas, module.parameters())))}
         kinds = {

@@ -15,7 +15,7 @@ from picotron.process_group_manager import setup_process_group_manager
 from workbench.run.rows import data_fingerprint
 from workbench.run.token_files import Samples, Text
 from workbench.variants.choose import split_train_eval
-from workbench.variants.whole import WholeText
+from workbench.variants.whole import MaskedRows, WholeText
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_the_rows_of_a_whole_text_have_every_target_once(size: int) -> None:
 
 def test_the_fingerprint_of_text_stays_that_of_older_checkpoints_and_does_not_depend_on_masks() -> None:
     for end in (None, 3):
-        rows = TextRows(random_tokens(), 16, end)
+        rows = MaskedRows(random_tokens(), 16, end)
         assert data_fingerprint(rows, make_config()) == "e6b563a1100b6d2fe7dc17b8"
         assert data_fingerprint(rows, make_config(dataset__shuffle=False)) == "c02341bff22a0e73acadf780"
 

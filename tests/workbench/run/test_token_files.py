@@ -78,7 +78,8 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     modules = result.stdout.splitlines()[-1].split()
-    assert not [module for module in modules if module.split(".")[0] == "workbench"]
+    rooms = {module.split(".")[1] for module in modules if module.startswith("workbench.")}
+    assert rooms == {"console", "files", "run"}
     assert [*prepared.parent.glob(f"tokens-*/{FILE}")] == [prepared / FILE]  # the run has found it
 
     fields = ("step", "loss", "grad_norm", "tokens", "eval_loss", "bits_per_byte")

@@ -1,0 +1,117 @@
+"""Count what the second training step of a run executes:  python -m tests.support.traced_step OUT [train.py's options]
+
+Writes OUT, a JSON object with the functions and code lines of each file, over all ranks.
+"""
+
+import ast
+import io
+import json
+import os
+import sys
+import threading
+import tokenize
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import train
+from workbench.run.metrics import Metrics
+
+ROOT = str(Path(train.__file__).parent) + os.sep
+LAYOUT = ["--distributed.pp_size", "2", "--distributed.cp_size", "2", "--distributed.tp_size", "2"]
+LAYOUT += ["--distributed.dp_size", "1", "--distributed.sequence_parallel", "true"]
+SHORT = ["--training.total_train_steps", "3", "--training.seq_length", "64", "--training.warmup_steps", "1"]
+SHORT += ["--training.eval_frequency", "0", "--checkpoint.save_frequency", "null", "--training.num_samples", "20"]
+LAYOUT_TOKENS = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """Return the lines of docstrings, also those of attributes."""
+    bodies = (getattr(node, "body", []) for node in ast.walk(tree))
+    strings = (each for body in bodies if isinstance(body, list) for each in body if isinstance(each, ast.Expr))
+    found = (each for each in strings if isinstance(getattr(each.value, "value", None), str))
+    return {line for each in found for line in range(each.lineno, (each.end_lineno or 0) + 1)}
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """Return the tokens of a program without comments, docstrings and layout."""
+    documentation = docstring_lines(ast.parse(source))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [
+        each
+        for each in tokens
+        if each.type not in (tokenize.COMMENT, *LAYOUT_TOKENS) and each.start[0] not in documentation
+    ]
+
+
+def code_lines(source: str) -> set[int]:
+    return {line for each in code_tokens(source) for line in range(each.start[0], each.end[0] + 1)}
+
+
+class Tracer:
+    """Traces the second step, from one `Metrics.start_step` to the next."""
+
+    def __init__(self) -> None:
+        self.lines: set[tuple[str, int]] = set()
+        self.functions: set[tuple[str, str]] = set()
+        self.starts, self.start_step = 0, Metrics.start_step
+
+    def in_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        if not path.startswith(ROOT) or ".venv" in path or path == __file__:
+            return None
+        self.functions.add((path[len(ROOT) :], frame.f_code.co_qualname.replace("<locals>.", "")))
+        return self.in_line(frame, "line", None)
+
+    def in_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.lines.add((frame.f_code.co_filename[len(ROOT) :], frame.f_lineno))
+        return self.in_line
+
+    def starts_step(self, metrics: Metrics) -> None:
+        self.starts += 1
+        caller = sys._getframe(1)
+        if self.starts == 3:  # the first one is that of the constructor
+            caller.f_trace = self.in_line
+            sys.settrace(self.in_call)
+            threading.settrace(self.in_call)  # backward runs in other threads on a GPU
+        elif self.starts == 4:
+            sys.settrace(None)
+            caller.f_trace = None
+        self.start_step(metrics)
+
+
+def main() -> None:
+    out, tracer = Path(sys.argv[1]).absolute(), Tracer()
+    sys.argv = ["train.py", "--config", "template/base_config.json", *LAYOUT, *SHORT, *sys.argv[2:]]
+    step_of_a_run, ranks = train.train, out.with_suffix(".ranks")
+    ranks.mkdir(exist_ok=True)
+
+    def traced(*arguments: Any) -> None:
+        step_of_a_run(*arguments)
+        found = {"lines": sorted(tracer.lines), "functions": sorted(tracer.functions)}
+        (ranks / os.environ.get("RANK", "0")).write_text(json.dumps(found))
+
+    Metrics.start_step = lambda metrics: tracer.starts_step(metrics)  # type: ignore[method-assign]
+    train.train = traced
+    try:
+        train.main()
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            parts = [json.loads(path.read_text()) for path in ranks.iterdir()]
+            functions = {tuple(each) for part in parts for each in part["functions"]}
+            lines = {tuple(each) for part in parts for each in part["lines"]}
+            files = sorted({path for path, _ in functions})
+            code = {path: code_lines(Path(ROOT, path).read_text()) for path in {path for path, _ in lines}}
+            result = {
+                path: {
+                    "functions": sorted(name for file, name in functions if file == path),
+                    "lines": len({line for file, line in lines if file == path and line in code[path]}),
+                }
+                for path in sorted({*files, *code})
+            }
+            out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
