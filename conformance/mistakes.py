@@ -33,6 +33,7 @@ class Mistake(NamedTuple):
 
 FUZZ = ("fuzz",)
 DATA_PARALLEL = "picotron/data_parallel/data_parallel.py"
+VARIANTS = "workbench/variants/choose.py"
 ZERO1, ZERO3 = "workbench/variants/zero1.py", "workbench/variants/zero3.py"
 BFLOAT16, BFLOAT16_TESTS = (
     "workbench/variants/bfloat16_states.py",
@@ -194,12 +195,12 @@ MISTAKES: dict[str, Mistake] = {
         CROSS_ENTROPY, "all_reduce(top, shard.group, dist.ReduceOp.MAX)", "pass", FUZZ
     ),
     "log_softmax_in_bfloat16": Mistake(
-        CROSS_ENTROPY, "        wide = accumulation_dtype(logits)\n        logits", "        wide = logits.dtype\n        if shard",
+        CROSS_ENTROPY, "        wide = accumulation_dtype(logits)\n        logits", "        wide = logits.dtype\n        logits",
         ("tests/picotron/model/test_cross_entropy.py",),
     ),
     # ------------------------------------------------------------------------------------------------------- families
     "head_norms_not_summed": Mistake(
-        TENSOR_PARALLEL, "if isinstance(norm, HeadNorm) or (", "if False or (",
+        TENSOR_PARALLEL, 'in_block = ".self_attn." in name or ".mlp." in name', "in_block = False",
         ("fuzz", "step tp2 qwen3"), "families", "Qwen3: the gradients of the norms inside heads are not summed over the ranks.",
         thread="NVIDIA/Megatron-LM#7452", place=r"gradient of \S*self_attn\.[qk]_norm\.weight .* one term of a sum",
     ),
@@ -217,9 +218,8 @@ MISTAKES: dict[str, Mistake] = {
         LLAMA, "x = x / self.logits_scaling", "x = x * self.logits_scaling", ("fuzz", "step dp2 granite")
     ),
     "stale_frequencies": Mistake(
-        LLAMA, "    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)\n",
-        "    frequencies = rope_frequencies(head_size(config), numbers, position_ids.device)\n"
-        "    frequencies = rope.__dict__.setdefault((head_size(config), position_ids.device), frequencies)\n", FUZZ,
+        LLAMA, "self.frequencies = rope_frequencies(config)",
+        "self.frequencies = rope.__dict__.setdefault(head_size(config), rope_frequencies(config))", FUZZ,
     ),
     "eps_of_norms_assumed": Mistake(LLAMA, "self.weight, self.eps)\n", "self.weight, 1e-6)\n", ("fuzz", "step dp2")),
     "theta_assumed": Mistake(LLAMA, '1.0 / parameters["rope_theta"]', "1.0 / 1e4", ("fuzz", "step dp2")),
@@ -236,7 +236,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "step pp2"), "pipeline_parallel", "Each stage runs backward for its newest forward instead of its oldest.",
     ),
     "tied_embedding_forgotten": Mistake(
-        PIPELINE, "all_reduce(main_grad(weight), self.embedding_group)", "pass", ("fuzz", "tied pp2"), "pipeline_parallel",
+        PIPELINE, "sum_over=both", "sum_over=None", ("fuzz", "tied pp2"), "pipeline_parallel",
         "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
     ),
     "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.micro_batches", "y = y / 1", FUZZ),
@@ -257,7 +257,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ------------------------------------------------------------------------------------------- context parallelism
     "cp_not_averaged": Mistake(
-        DATA_PARALLEL, "pgm.process_group_manager.cp_dp_group, self.bucket_mb", "pgm.process_group_manager.dp_group, self.bucket_mb",
+        PLACEMENT, "or pgm.process_group_manager.cp_dp_group", "or pgm.process_group_manager.dp_group",
         ("fuzz", "step cp2"), "context_parallel",
         "The gradients are averaged over dp_group instead of cp_dp_group, so not over the cp ranks.",
     ),
@@ -282,7 +282,9 @@ MISTAKES: dict[str, Mistake] = {
         ("tests/picotron/context_parallel/test_context_parallel.py",), "context_parallel",
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
     ),
-    "documents_see_each_other": Mistake(CONTEXT_PARALLEL, "if documents is not None:", "if False:", ("fuzz", "packed cp2")),
+    "documents_see_each_other": Mistake(
+        VARIANTS, "if documents is not None:", "if False:", ("fuzz", "packed cp2")
+    ),
     "ring_turns_the_other_way": Mistake(
         CONTEXT_PARALLEL,
         "tensor.contiguous(), grid.cp_send_rank, grid.cp_group),\n        dist.P2POp(dist.irecv, received, grid.cp_recv_rank",

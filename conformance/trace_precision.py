@@ -15,8 +15,9 @@ from conformance.case import Case
 from conformance.compare import mean_error
 from conformance.reference import train
 from conformance.rounding import Rounding, root_mean_square
-from conformance.trace import Key, Local, Phase, Trace, fields_of
+from conformance.trace import Trace, fields_of
 from conformance.trace_recorder import Record, Recorder, read_records
+from conformance.trace_tensors import Key, Local, Phase
 from conformance.trace_text import many, short
 
 RUNS = 3

@@ -1,16 +1,14 @@
 """Sentences about the first wrong tensor of a run: where it is, what it is instead, and what before it is equal."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.compare import LIMIT, Difference, unequal
 from conformance.trace_places import rows_alike
-
-if TYPE_CHECKING:
-    from conformance.trace import Key, Local, Trace
+from conformance.trace_tensors import Key, Local
 
 PLACES = {  # of a tensor of each phase: name, and what follows after the sentence about it
     "LOAD": ("{weight} on {ranks}", ", before the first step: it is loaded wrongly"),
@@ -28,14 +26,14 @@ PLACES = {  # of a tensor of each phase: name, and what follows after the senten
 class Sentences:
     """The sentences of a `Trace`."""
 
-    def __init__(self, trace: "Trace") -> None:
+    def __init__(self, trace: Any) -> None:
         self.trace, self.length = trace, trace.shape[1]
 
-    def wrong(self, wrong: list["Local"]) -> str:
+    def wrong(self, wrong: list[Local]) -> str:
         """Describe a tensor that is wrong on some ranks or in some micro-batches: that of one of them."""
         each = min(wrong, key=lambda w: (not w.x.isnan().any(), w.rows is None, w.rank, w.call))
         step, phase, name, kind = each.key
-        keys, before = self.trace.keys(step, phase), list["Local"]()
+        keys, before = self.trace.keys(step, phase), list[Local]()
         for key in keys[: keys.index(each.key)]:
             before += [o for o in self.trace.at[key] if o.is_right and (o.rank, o.call) == (each.rank, each.call)]
         cause = None
@@ -58,7 +56,7 @@ class Sentences:
             return text
         return text + end.format(before=before[-1].label if before else "", gradients=self.gradients(step))
 
-    def instead(self, each: "Local") -> str:
+    def instead(self, each: Local) -> str:
         """Say what a wrong tensor is."""
         x, columns = each.x, each.columns
         is_weight = each.label == ""
@@ -105,7 +103,7 @@ class Sentences:
             text += f"; {ranks} with the same tokens {'agree' if agree else 'differ from it'}"
         return text
 
-    def elsewhere(self, each: "Local", x: Tensor, whole: Tensor, rows: Tensor) -> str:
+    def elsewhere(self, each: Local, x: Tensor, whole: Tensor, rows: Tensor) -> str:
         """Say which other tokens have the numbers that are wrong."""
         assert each.rows is not None
         cells, own = rows_alike(x[rows], whole), each.rows[rows]
@@ -118,7 +116,7 @@ class Sentences:
         rows, positions = (sorted(set(x.tolist())) for x in (tokens // self.length, tokens % self.length))
         return f"{many('row', rows)}, {many('token', positions)}"
 
-    def on_no_rank(self, key: "Key", missing: Tensor) -> str:
+    def on_no_rank(self, key: Key, missing: Tensor) -> str:
         """Say which part of a tensor is on no rank: rows (G, C) that are True, or columns."""
         rows = missing.all(1).nonzero()[:, 0]
         is_weight = key[3] in ("weight", "bias")
@@ -169,7 +167,7 @@ def times(factor: float) -> str:
     return f"{factor:.6g}" if f"{factor:.6g}" != "1" else f"(1 {'-' if factor < 1 else '+'} {abs(factor - 1):.1e})"
 
 
-def one_term(peers: list["Local"], want: Tensor) -> str:
+def one_term(peers: list[Local], want: Tensor) -> str:
     """Say that the sum or the mean of what ranks hold is right; "" if it is not."""
     total, ranks = torch.stack([peer.x for peer in peers]).sum(0), many("rank", [peer.rank for peer in peers])
     for word, factor in (("sum", 1.0), ("mean", 1 / len(peers))) if len(peers) > 1 else ():

@@ -14,11 +14,9 @@ from pathlib import Path
 from picotron.console import UserError
 from workbench.console import Parser, print_line
 from workbench.files import new_folder
-from workbench.run.checkpoint.checkpoint import STATE_FILE, check_files, read_state
+from workbench.run.checkpoint.checkpoint import STATE_FILE, check_files, is_of_optimizer, read_state
 from workbench.run.launch import exit_on_error
 from workbench.run.run_folder import user_error_on_failure
-
-STATES = ("exp_avg", "master", STATE_FILE)  # beginnings of the names of files that only training needs
 
 
 def export(checkpoint: Path, folder: Path) -> int:
@@ -32,7 +30,11 @@ def export(checkpoint: Path, folder: Path) -> int:
     check_files(checkpoint, state.model_files)
     if folder.exists():
         raise UserError(f"{folder} exists; choose another folder")
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.name.startswith(STATES)]
+    files = [
+        path
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != STATE_FILE and not is_of_optimizer(path.name)
+    ]
     with user_error_on_failure(folder), new_folder(folder) as new:
         for path in files:
             target = new / path.relative_to(checkpoint)

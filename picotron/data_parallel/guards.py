@@ -48,29 +48,25 @@ class Guard:
         vars(self.wrapper.module).pop("zero_grad", None)
 
     def before_forward(self, *_: Any) -> None:
+        grid = pgm.process_group_manager
         if self.is_closed:
             raise UserError("this data-parallel wrapper is closed; wrap the module again")
-        grid = pgm.process_group_manager
         if grid is not self.grid and str(grid) != str(self.grid):
             raise UserError(
                 f"a model in the layout {self.grid} cannot run in {grid}; use one layout in a process at a time"
             )
 
     def on_gradient(self, parameter: Tensor) -> None:
-        wrapper = self.wrapper
+        wrapper, bucket = self.wrapper, self.wrapper.bucket_of.get(parameter)
         has_replicas = dist.get_world_size(replicas(parameter)) > 1
-        if parameter.grad is None:  # a deferred gradient
-            return
-        if wrapper.is_averaged and (has_replicas or placement(parameter).sum_over):
+        is_late = wrapper.is_averaged and (has_replicas or placement(parameter).sum_over)
+        reduces = wrapper.require_backward_grad_sync and has_replicas and bucket
+        if parameter.grad is not None and (is_late or (reduces and parameter not in bucket.pending_parameters)):
             raise UserError(
                 f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
                 f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
-            )
-        bucket = wrapper.bucket_of.get(parameter)
-        reduces = wrapper.require_backward_grad_sync and has_replicas
-        if reduces and bucket is not None and parameter not in bucket.pending_parameters:
-            raise UserError(
-                f"{self.names[parameter]} has a second gradient after it was ready to be averaged; set "
+                if is_late
+                else f"{self.names[parameter]} has a second gradient after it was ready to be averaged; set "
                 f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
                 f"use_reentrant=False in checkpoints"
             )
@@ -88,13 +84,11 @@ class Guard:
 
     def check_trained(self) -> None:
         """Raise UserError if a parameter has been frozen or unfrozen since it was wrapped."""
-        for parameter, name in self.names.items():
-            if parameter.requires_grad != (parameter in self.trained):
-                change = "unfrozen" if parameter.requires_grad else "frozen"
-                raise UserError(
-                    f"{name} was {change} after its module was wrapped for data parallelism; set requires_grad before, for the "
-                    f"whole run"
-                )
+        if changed := [p for p in self.names if p.requires_grad != (p in self.trained)]:
+            raise UserError(
+                f"{self.names[changed[0]]} was {'unfrozen' if changed[0].requires_grad else 'frozen'} after its module was "
+                f"wrapped for data parallelism; set requires_grad before, for the whole run"
+            )
 
 
 class ZeroGrad:

@@ -4,7 +4,7 @@ A tensor is full (unsharded, and identical on all tp ranks), sharded (each rank 
 (its true value is the sum of the ranks' tensors). If each rank uses a full tensor in a different computation, the
 gradients that return to it are partial; if all ranks use it in the same computation, they are full. Each term of a sum
 has the gradient of the sum. So a collective's backward is another collective, see the table of pairs below. None of
-these works in place, and none communicates in a group of one rank.
+these works in place.
 """
 
 import functools
@@ -36,20 +36,14 @@ def after(work: dist.Work | None, result: Finish) -> Finish:
 
 def start_all_gather(shard: Tensor, group: Group, dim: int = SEQUENCE) -> Finish:
     """Start to gather the ranks' shards to the full tensor."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return lambda: shard
-    shards = shard.new_empty(size, *shard.shape)  # one block of memory per rank
+    shards = shard.new_empty(dist.get_world_size(group), *shard.shape)  # one block of memory per rank
     work = all_gather_single(shards.flatten(0, 1), shard.contiguous(), group=group, async_op=True)
     return after(work, lambda: shards.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def start_reduce_scatter(partial: Tensor, group: Group, dim: int = SEQUENCE) -> Finish:
     """Start to sum the ranks' tensors, of which each rank gets its shard."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return lambda: partial
-    shards = torch.stack(partial.chunk(size, dim))  # one block of memory per rank
+    shards = torch.stack(partial.chunk(dist.get_world_size(group), dim))  # one block of memory per rank
     shard = torch.empty_like(shards[0])
     work = reduce_scatter_single(shard, shards.flatten(0, 1), group=group, async_op=True)
     return after(work, lambda: shard)
@@ -57,7 +51,7 @@ def start_reduce_scatter(partial: Tensor, group: Group, dim: int = SEQUENCE) -> 
 
 def start_all_reduce(partial: Tensor, group: Group) -> Finish:
     """Start to sum the ranks' tensors to the full one."""
-    full = partial if dist.get_world_size(group) == 1 else partial.clone()
+    full = partial.clone()
     return after(all_reduce(full, group, async_op=True), lambda: full)
 
 

@@ -60,7 +60,8 @@ class Tracer:
         path = frame.f_code.co_filename
         if not path.startswith(ROOT) or ".venv" in path or path == __file__:
             return None
-        self.functions.add((path[len(ROOT) :], frame.f_code.co_qualname.replace("<locals>.", "")))
+        if not frame.f_code.co_name.startswith("<"):  # a comprehension or a lambda
+            self.functions.add((path[len(ROOT) :], frame.f_code.co_qualname.replace("<locals>.", "")))
         return self.in_line(frame, "line", None)
 
     def in_line(self, frame: FrameType, event: str, argument: Any) -> Any:

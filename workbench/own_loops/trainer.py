@@ -9,7 +9,6 @@ A program with a loss or with batches of its own (see `batches`) needs no more, 
 
 import contextlib
 import hashlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -44,17 +43,17 @@ from workbench.run.config_reader import leaf_keys
 from workbench.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
 from workbench.run.metrics import Progress, check_finite, max_over_ranks
 from workbench.run.rows import data_fingerprint
-from workbench.run.run_folder import CLAIM, begin_run, claim_save_dir, user_error_on_failure
+from workbench.run.run_folder import CLAIM, begin_run, claim_save_dir, write_record
 from workbench.run.token_files import load_data
 from workbench.variants.choose import build_model, build_stage, make_optimizer, split_train_eval
 
-KEYS_WITH_EFFECT = """
-    distributed environment model checkpoint logging.level logging.log_frequency dataset.name dataset.shuffle training.seed
-    training.learning_rate training.total_train_steps training.seq_length training.micro_batch_size
-    training.gradient_accumulation_steps training.max_tokens training.lr_scheduler training.warmup_steps
-    training.decay_steps training.min_lr_ratio training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_eps
-    training.optimizer_states training.max_grad_norm training.activation_checkpointing training.compile
-"""  # sections and keys of the config that have an effect in every program
+KEYS_OF_TRAIN = """
+    training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
+    dataset.eval_split dataset.subset_name dataset.split dataset.num_proc dataset.text_column dataset.prompt_column
+    dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.long_samples
+    dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt
+    logging.trace_steps
+"""  # sections and keys of the config that have an effect in train.py, but not in every program
 DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
 RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
 
@@ -138,8 +137,13 @@ def set_up(
 
 def used_keys(also: str = "") -> list[str]:
     """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
-    used = {*KEYS_WITH_EFFECT.split(), *also.split()}
-    return [key for key in leaf_keys() if {key, key.partition(".")[0]} & used]
+    unused, also_used = set(KEYS_OF_TRAIN.split()), set(also.split())
+    return [key for key in leaf_keys() if not words_of(key) & unused or words_of(key) & also_used]
+
+
+def words_of(key: str) -> set[str]:
+    """Return a key of the config and its section."""
+    return {key, key.partition(".")[0]}
 
 
 def check_used(config: Config, also: str = "") -> None:
@@ -329,9 +333,7 @@ class Trainer:
         """Append a record to metrics.jsonl, and print it if it is due."""
         if pgm.process_group_manager.global_rank > 0:
             return
-        path = Path(self.config.checkpoint.save_dir, "metrics.jsonl")
-        with user_error_on_failure(path), open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        write_record(Path(self.config.checkpoint.save_dir, "metrics.jsonl"), record)
         if self.progress.is_printed(self.config):
             print_line(" | ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in record.items()))
 

@@ -1,7 +1,6 @@
 """Progress of a run, and its metrics: one record per step, for metrics.jsonl, wandb and the console."""
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.model.families import model_cost
 from workbench.console import print_line
-from workbench.run.run_folder import user_error_on_failure
+from workbench.run.run_folder import write_record
 
 logger = logging.getLogger("picotron")
 
@@ -294,9 +293,7 @@ class Metrics:
             self.first_loss = self.last_loss if math.isnan(self.first_loss) else self.first_loss
         if not self.writes:
             return
-        # The file is closed after every step, so that a killed run keeps all its lines.
-        with user_error_on_failure(self.path), open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        write_record(self.path, record)
         if self.wandb:
             self.wandb.log(record, step=record["step"])
         evaluated = "eval_loss" in record

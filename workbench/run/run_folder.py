@@ -120,6 +120,24 @@ def user_error_on_failure(path: Path) -> Iterator[None]:
         ) from None
 
 
+def check_numbers(record: dict[str, Any], what: str) -> None:
+    """Raise UserError if a record has a value that is not a number, nor None, or is too large to be plotted."""
+    for name, value in record.items():
+        if value is not None and (type(value) not in (int, float) or abs(value) > LARGEST):
+            raise UserError(f"{what} has {name}={value!r}; use a Python number of at most {LARGEST:g}, or null")
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to a metrics.jsonl, which is closed after every step, so that a killed run keeps all its lines.
+
+    Raises:
+        UserError: the file cannot be written, or a value is not a number.
+    """
+    check_numbers(record, "the record of a step")
+    with user_error_on_failure(path), open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Read the records of a metrics.jsonl.
 
@@ -141,9 +159,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
                 or record.get("loss", record.get("eval_loss")) is None
             ):
                 raise UserError(f"line {number} of {path.name} is not the record of a step")
-            values = (value for value in record.values() if value is not None)
-            if not all(type(value) in (int, float) and not abs(value) > LARGEST for value in values):
-                raise UserError(f"line {number} of {path.name} has a value that is not a number, or beyond {LARGEST:g}")
+            check_numbers(record, f"line {number} of {path.name}")
             records.append(record)
         except UserError as error:
             problem = problem or str(error)

@@ -45,6 +45,11 @@ ROWS = 2**12  # of matrices that are compared at a time
 SHOWN = 5  # names of tensors in a message
 
 
+def is_of_optimizer(name: str) -> bool:
+    """Return whether a file of a checkpoint has tensors of the optimizer's state, or their index."""
+    return ".safetensors" in name and not name.startswith("model")
+
+
 class TrainerState(BaseModel):
     """Contents of trainer_state.json, except for the checksum of these contents."""
 
@@ -69,7 +74,7 @@ class TrainerState(BaseModel):
     @property
     def model_files(self) -> dict[str, list[ByteRange]]:
         """Byte ranges of the files that belong to the model, and not to the optimizer."""
-        return {name: ranges for name, ranges in self.files.items() if not name.startswith(("exp_avg", "master"))}
+        return {name: ranges for name, ranges in self.files.items() if not is_of_optimizer(name)}
 
     def to_json(self) -> str:
         """Format the state as JSON with its checksum, one line per key. Keys with their default values are left out, so
@@ -108,7 +113,7 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
             raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")
         if (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder} is a run folder without checkpoints; use a checkpoint or a model folder")
-        if not weights_only and list(folder.glob("exp_avg*")):
+        if not weights_only and any(is_of_optimizer(each.name) for each in folder.iterdir()):
             raise UserError(f"{path} is missing, so training cannot resume from this folder; use another checkpoint")
         return None
     try:
@@ -276,12 +281,17 @@ class Checkpoint:
         """Load the optimizer's state, if the checkpoint has one.
 
         Raises:
-            UserError: the checkpoint's run has frozen other parameters than this one.
+            UserError: the checkpoint's run had another optimizer than this one, or has frozen other parameters.
         """
-        if self.state is None or not self.has("exp_avg"):
+        if self.state is None or not any(map(is_of_optimizer, self.state.files)):
             return
         names = {parameter: name for name, parameter in llama.named_parameters()}
-        moments = {kind: SafetensorsFolder(self.folder, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        if missing := [kind for kind in optimizer.moments if not self.has(kind)]:
+            raise UserError(
+                f"{self.folder} has no {missing[0]} of {type(optimizer).__name__}; use the optimizer of the run that wrote it, "
+                f"or export the weights, and start a new run from them"
+            )
+        moments = {kind: SafetensorsFolder(self.folder, kind) for kind in optimizer.moments}
         readers: dict[str, ReadTensor] = {kind: folder.read for kind, folder in moments.items()}
         readers["master"] = self.weights()
 
@@ -289,7 +299,9 @@ class Checkpoint:
             copy_part(tensor, parameter, names[parameter], readers[kind])
 
         for parameter, name in names.items():
-            if (name in moments["exp_avg"].file_of) != (parameter in optimizer.masters) or name in self.state.updates:
+            if (name in moments[optimizer.moments[0]].file_of) != (
+                parameter in optimizer.masters
+            ) or name in self.state.updates:
                 raise UserError(
                     f"{name} was frozen in {self.folder} or is now, and not for the whole run; freeze the same parameters, or "
                     f"export the weights, and start a new run from them"
