@@ -46,11 +46,12 @@ from workbench.run.launch import (
     set_up_device,
     set_up_logging,
 )
-from workbench.run.layout_checks import check_run, format_stages
+from workbench.run.layout_checks import check_run
 from workbench.run.metrics import Metrics, Progress, evaluation_record
 from workbench.run.ranks import run_ranks
 from workbench.run.rows import data_fingerprint, targets_and_bytes
 from workbench.run.run_folder import begin_run, claim_save_dir
+from workbench.run.stage_table import format_stages
 from workbench.run.token_files import Prepare, has_token_files, load_data
 
 

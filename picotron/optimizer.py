@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Config, Training
-from picotron.data_parallel.data_parallel import wrapper_of
+from picotron.console import UserError
+from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import main_grad, owned_weight, placement, replicas
 
 ReadState = Callable[[nn.Parameter, str, Tensor], None]
@@ -21,6 +22,19 @@ ReadState = Callable[[nn.Parameter, str, Tensor], None]
 def version_of(parameter: Tensor) -> tuple[int, torch.UntypedStorage]:
     """Return what tells that a weight has changed: torch's count of changes in place, and where its data are."""
     return parameter._version, owned_weight(parameter).untyped_storage()
+
+
+def wrapper_of(model: Any) -> DataParallel:
+    """Return `model`, a `DataParallel`, perhaps compiled by torch. Raises a UserError for any other module, such as the
+    one inside of it.
+    """
+    if not hasattr(model, "finish_grad_sync"):
+        raise UserError(
+            f"{type(model).__name__} has no gradients of its own: those of a wrapped module are in its data-parallel "
+            f"wrapper; pass the wrapper, such as DataParallelBucket(module)"
+        )
+    wrapper: DataParallel = model.finish_grad_sync.__self__  # a compiled module passes on its attributes
+    return wrapper
 
 
 class AdamW(torch.optim.AdamW):

@@ -51,7 +51,7 @@ PUZZLES = [
             "For other P, append zeros until the length is divisible, for example with torch.nn.functional.pad, and cut "
             "the result back to P numbers.",
         ),
-        "picotron/data_parallel/zero1.py DataParallelZero1 does these two halves, with the optimizer's step between them.",
+        "workbench/variants/zero1.py DataParallelZero1 does these two halves, with the optimizer's step between them.",
     ),
     Puzzle(
         "p02_ring",
@@ -66,7 +66,7 @@ PUZZLES = [
             "Rank r has the sum of block r + 1. Second round, n - 1 steps: in step s, rank r sends block r + 1 - s, and "
             "replaces block r - s by the one that it receives.",
         ),
-        "picotron/context_parallel/cp_communications.py ring sends keys and values around such a ring; all-reduces are those of NCCL or gloo.",
+        "picotron/context_parallel/context_parallel.py ring sends keys and values around such a ring; all-reduces are those of NCCL or gloo.",
     ),
     Puzzle(
         "p03_place",
@@ -151,7 +151,7 @@ PUZZLES = [
             "term, so the graph may end in the term. The mean over the batch is the mean of both dp ranks' means.",
             "norm = sqrt(tp.all_reduce(squares of up and down) + squares of bias), of gradients that are averaged over dp before.",
         ),
-        "picotron/optimizer/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
+        "picotron/optimizer.py clip_grad_norm counts what several ranks hold once; update_weights does the rest of the step.",
     ),
     Puzzle(
         "p05_buckets",
@@ -181,7 +181,7 @@ PUZZLES = [
             "all of w) and an optimizer torch.optim.AdamW over it. Pad w and the gradient with zeros to a length that n "
             "divides.",
         ),
-        "picotron/data_parallel/zero1.py SlicedBucket reduces and gathers these slices; the optimizer sees only the rank's own.",
+        "workbench/variants/zero1.py SlicedBucket reduces and gathers these slices; the optimizer sees only the rank's own.",
     ),
     Puzzle(
         "p12_1f1b",
@@ -253,7 +253,7 @@ PUZZLES = [
             "The rank with the chunk of the least work should also have the one with the most.",
             "Chunks i and 2 cp - 1 - i together are as much work for every i.",
         ),
-        "picotron/context_parallel/positions.py local_chunks gives out the chunks of a sequence.",
+        "picotron/context_parallel/context_parallel.py local_chunks gives out the chunks of a sequence.",
     ),
     Puzzle(
         "p10_merge",

@@ -175,7 +175,7 @@ def ring_steps(cp: int = 4) -> str:
             picture.frame(x, y, size, size)
             with fake_rank(rank, config.distributed):
                 blocks = visible_blocks(source, 2, "zigzag")
-            for queries, keys, causal, _ in blocks:
+            for queries, keys, causal, *_ in blocks:
                 for query in range(2)[queries]:
                     for key in range(2)[keys]:
                         corner = (x + key * size / 2, y + query * size / 2)

@@ -9,18 +9,16 @@ PATH = """
 train.py                                              train
 picotron/process_group_manager.py                     ProcessGroupManager.__init__
 picotron/parallelize.py                               build_model build_stage
-picotron/tensor_parallel/tensor_parallel.py           apply_tensor_parallel RowParallelLinear
+picotron/tensor_parallel/tensor_parallel.py           apply_tensor_parallel ColumnParallel RowParallelLinear
 picotron/pipeline_parallel/pipeline_parallel.py       train_step_pipeline_1f1b forward_step PipelineParallel.forward PipelineParallel.backward
 picotron/pipeline_parallel/pp_communications.py       bidirectional_pipeline_communicate _exchange
 picotron/model/llama.py                               Llama.forward Llama.run_layers Attention.forward
 picotron/tensor_parallel/tp_communications.py         leave Pair
-picotron/tensor_parallel/overlapped.py                ColumnParallel
-picotron/context_parallel/context_parallel.py         attend_across_ranks RingAttention
-picotron/context_parallel/cp_communications.py        ring start_ring_step
+picotron/context_parallel/context_parallel.py         RingAttention ring start_ring_step
 picotron/context_parallel/block_attention.py          blockwise_attention
-picotron/data_parallel/data_parallel.py               Bucket DataParallel._accumulate DataParallel._ready DataParallel.finish_grad_sync
+picotron/data_parallel/data_parallel.py               Bucket DataParallel._accumulate DataParallel.finish_grad_sync
 picotron/model/placement.py                           sum_partial_gradients
-picotron/optimizer/optimizer.py                       clip_grad_norm squared_norms
+picotron/optimizer.py                                 clip_grad_norm squared_norms
 """
 
 

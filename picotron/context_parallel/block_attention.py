@@ -18,12 +18,17 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries of this rank and the keys of a rank to which they attend, in some rows of the batch."""
+    """Queries of this rank and the keys of a rank to which they attend, in some rows of the batch.
+
+    Args:
+        new_shape: whether blocks of other micro-batches have other shapes, for which cuDNN would plan anew.
+    """
 
     queries: slice
     keys: slice
     causal: bool = False
     rows: slice = slice(None)
+    new_shape: bool = False
 
     def of_queries(self, x: Tensor) -> Tensor:
         """Return the block's part of x (B, H, T/cp, ...), a tensor with an entry for each query of this rank."""
@@ -32,11 +37,6 @@ class Block(NamedTuple):
     def of_keys(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the block's keys and values from kv (2, B, K, T/cp, d), which has all keys and values of a rank."""
         return kv[0, self.rows, :, self.keys], kv[1, self.rows, :, self.keys]
-
-    @property
-    def new_shape(self) -> bool:
-        """Whether blocks of other micro-batches have other shapes, for which cuDNN would plan anew."""
-        return self.rows != slice(None)
 
 
 BlocksOf = Callable[[int, int], list[Block]]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
-from picotron.console import UserError
 from picotron.data_parallel.guards import Guard
 from picotron.model.placement import place, placement, replicas, set_main_grad, sum_partial_gradients
 
@@ -144,8 +143,7 @@ class DataParallel(nn.Module):
 
     def backward(self, input_tensor: Tensor | None, output_tensor: Any, output_tensor_grad: Tensor | None) -> Any:
         """Run the backward of a pipeline stage, see `PipelineParallel.backward`."""
-        stage: Any = self.module
-        return stage.backward(input_tensor, output_tensor, output_tensor_grad)
+        return self.module.backward(input_tensor, output_tensor, output_tensor_grad)  # type: ignore[operator]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Take `parameter.grad`. Autograd calls this once per backward, also for a tied weight."""
@@ -243,16 +241,3 @@ class DataParallelBucket(DataParallel):
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.launch()
-
-
-def wrapper_of(model: Any) -> DataParallel:
-    """Return `model`, a `DataParallel`, perhaps compiled by torch. Raises a UserError for any other module, such as the
-    one inside of it.
-    """
-    if not hasattr(model, "finish_grad_sync"):
-        raise UserError(
-            f"{type(model).__name__} has no gradients of its own: those of a wrapped module are in its data-parallel "
-            f"wrapper; pass the wrapper, such as DataParallelBucket(module)"
-        )
-    wrapper: DataParallel = model.finish_grad_sync.__self__  # a compiled module passes on its attributes
-    return wrapper

@@ -34,23 +34,21 @@ class Guard:
         for group in dict.fromkeys(map(replicas, weights.values())):
             check_equal({name: p for name, p in weights.items() if replicas(p) is group}, group)
         check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
-        self.wrapper, self.names, self.grid, self.is_closed = wrapper, names_of(module), grid, False
+        self.wrapper, self.names, self.grid = wrapper, names_of(module), grid
         self.trained = {parameter for parameter in self.names if parameter.requires_grad}
-        self.hooks = [register_optimizer_step_pre_hook(self.before_step)]
+        self.hooks: list[Any] = [register_optimizer_step_pre_hook(self.before_step)]
         self.hooks += [parameter.register_post_accumulate_grad_hook(self.on_gradient) for parameter in self.trained]
-        wrapper.register_forward_pre_hook(self.before_forward)
+        self.hooks.append(wrapper.register_forward_pre_hook(self.before_forward))
         module.zero_grad = ZeroGrad(module, wrapper)
 
     def remove(self) -> None:
-        self.is_closed = True
         for hook in self.hooks:
             hook.remove()
         vars(self.wrapper.module).pop("zero_grad", None)
+        self.wrapper.register_forward_pre_hook(refuse)
 
     def before_forward(self, *_: Any) -> None:
         grid = pgm.process_group_manager
-        if self.is_closed:
-            raise UserError("this data-parallel wrapper is closed; wrap the module again")
         if grid is not self.grid and str(grid) != str(self.grid):
             raise UserError(
                 f"a model in the layout {self.grid} cannot run in {grid}; use one layout in a process at a time"
@@ -89,6 +87,10 @@ class Guard:
                 f"{self.names[changed[0]]} was {'unfrozen' if changed[0].requires_grad else 'frozen'} after its module was "
                 f"wrapped for data parallelism; set requires_grad before, for the whole run"
             )
+
+
+def refuse(*_: Any) -> None:
+    raise UserError("this data-parallel wrapper is closed; wrap the module again")
 
 
 class ZeroGrad:

@@ -116,8 +116,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         wide = accumulation_dtype(x)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        dx = torch.empty_like(x)
+        loss, dx = torch.zeros((), dtype=wide, device=x.device), torch.empty_like(x)
         dweight = torch.zeros_like(weight, dtype=wide) if with_gradients and weight.requires_grad else None
         step = chunk_tokens(x.device.type, len(weight))
         for start in range(0, len(x), step):

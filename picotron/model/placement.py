@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
@@ -164,11 +165,6 @@ def sum_partial_gradients(model: nn.Module) -> None:
         if group is not None and parameter.requires_grad:
             by_group.setdefault(group, []).append(main_grad(parameter))
     for group, gradients in by_group.items():
-        if len(gradients) == 1:  # perhaps a large one, such as that of a tied embedding
-            all_reduce(gradients[0], group)
-            continue
-        total = torch.cat([gradient.flatten() for gradient in gradients])
+        total = _flatten_dense_tensors(gradients)  # of one gradient, such as a tied embedding's, a view
         all_reduce(total, group)
-        sums = total.split([gradient.numel() for gradient in gradients])
-        for gradient, total_gradient in zip(gradients, sums, strict=True):
-            gradient.copy_(total_gradient.view_as(gradient))
+        torch._foreach_copy_(gradients, _unflatten_dense_tensors(total, gradients))

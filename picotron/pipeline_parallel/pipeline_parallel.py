@@ -127,8 +127,7 @@ class PipelineParallel(nn.Module):
         Returns:
             Hidden states for the next stage. On the last stage, the loss, or the logits if there are no targets.
         """
-        y: Tensor = self.module(input_ids, position_ids, hidden_states, **others)
-        return y
+        return self.module(input_ids, position_ids, hidden_states, **others)
 
     def backward(
         self, input_tensor: Tensor | None, output_tensor: Tensor | GradientEdge, output_tensor_grad: Tensor | None

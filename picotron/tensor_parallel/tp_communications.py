@@ -74,8 +74,7 @@ class Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, start: Start, start_backward: Start, x: Tensor, *where: Any) -> Tensor:
         ctx.start_backward, ctx.where = start_backward, where
-        finish = start(x, *where)
-        return finish()
+        return start(x, *where)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

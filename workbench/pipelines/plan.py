@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from picotron.model.families import architecture
 from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stages_for
-from workbench.run.layout_checks import format_stages
+from workbench.run.stage_table import format_stages
 from workbench.schedules.actions import AnyAction, Schedule, rank_of
 from workbench.schedules.schedule_csv import as_csv
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,9 +12,8 @@ from picotron.config import Config, Distributed
 from picotron.console import UserError
 from picotron.model.families import head_size
 from picotron.optimizer import learning_rate_factor
-from picotron.pipeline_parallel.stages import Stage, plan_stages
+from picotron.pipeline_parallel.stages import plan_stages
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
-from workbench.console import text_table
 from workbench.run.launch import check_world_size
 from workbench.run.metrics import check_wandb
 from workbench.run.model_config import check_window, load_model_config
@@ -87,26 +86,6 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
     wrong = ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16)
     if config.model.float8 and wrong:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
-
-
-def format_stages(stages: Sequence[Stage], ranks: Sequence[int]) -> str:
-    """Return a table of the layers of each rank, given the rank of each stage."""
-    held = {rank: [stage for stage in range(len(stages)) if ranks[stage] == rank] for rank in sorted(set(ranks))}
-    rows = [["", *(f"chunk {chunk}" for chunk in range(len(held[0])))]]
-    for rank, numbers in held.items():
-        rows.append([f"pp {rank}", *(f"stage {stage}: {_contents(stages[stage])}" for stage in numbers)])
-    return text_table(rows)
-
-
-def _contents(stage: Stage) -> str:
-    parts = ["embedding"] if stage.has_embedding else []
-    if len(stage.layers) == 1:
-        parts.append(f"layer {stage.layers[0]}")
-    elif stage.layers:
-        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
-    if stage.has_head:
-        parts.append("head")
-    return ", ".join(parts) or "nothing"
 
 
 def warn_of_early_end(config: Config) -> None:

@@ -16,12 +16,12 @@ def packed_blocks(source: int, tokens: int, sharding: str, documents: PackedDocu
         local_documents(documents.boundaries, tokens * grid.cp_world_size, grid.cp_world_size, rank, sharding)
         for rank in (grid.cp_rank, source)
     )
-    for queries, keys, causal, _ in visible_blocks(source, tokens, sharding):
+    for queries, keys, causal, *_ in visible_blocks(source, tokens, sharding):
         for (row, first_query, last_query), (_, first_key, last_key) in zip(own, others, strict=True):
             q = slice(max(first_query, queries.start), min(last_query, queries.stop))
             k = slice(max(first_key, keys.start), min(last_key, keys.stop))
             if q.start < q.stop and k.start < k.stop:
-                cut.append(Block(q, k, causal, slice(row, row + 1)))
+                cut.append(Block(q, k, causal, slice(row, row + 1), new_shape=True))
     return cut
 
 
