@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import apply_context_parallel
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.cross_entropy import chunk_loss
 from picotron.model.llama import Llama, fused_attention
 from picotron.model.weights import ReadTensor, materialise
@@ -36,7 +36,6 @@ def build_stage(
     """
     with torch.device("meta"):
         llama = Llama(model_config, fused_attention, config.training.activation_checkpointing == "full").to(dtype)
-
         llama = apply_tensor_parallel(llama, config.distributed.sequence_parallel)  # replaces layers by their shards
         apply_context_parallel(llama, config.distributed)  # swaps the attention function
         stage = pipeline(llama)  # removes other stages' layers
@@ -51,13 +50,16 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     weights: ReadTensor,
-) -> DataParallel:
-    """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`."""
+) -> DataParallelBucket:
+    """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`.
+
+    A config that names other algorithms needs `build_model` of workbench/variants/choose.py.
+    """
+    assert not config.needs_variants
     stage = build_stage(config, model_config, pipeline, device, dtype, weights)
     if config.compiles:
         compile_model(unwrap(stage))
-    wrap = {"naive": DataParallelNaive, "bucket": DataParallelBucket}[config.distributed.dp_engine]
-    return wrap(stage)  # adds gradient buffers and hooks
+    return DataParallelBucket(stage)  # adds gradient buffers and hooks
 
 
 def compile_model(llama: Llama) -> None:
