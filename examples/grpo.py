@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError
 from workbench.console import number, print_line
@@ -57,6 +56,7 @@ from workbench.own_loops.trainer import (
 from workbench.pipelines.engine import check_run
 from workbench.prepare.documents import load_documents
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.config_reader import config_parser, load_config
 from workbench.run.launch import exit_on_error, set_up_logging
 from workbench.run.model_config import end_tokens

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from picotron.collectives import run_on_all_ranks
 from workbench.console import text_table
+from workbench.run.all_ranks import run_on_all_ranks
 
 NUMBERS = 2**20  # elements of the tensor whose bytes are counted: 4 MiB in float32
 

@@ -89,6 +89,11 @@ class Guard:
             )
 
 
+def guard_of(wrapper: Any) -> Guard:
+    found: Guard = next(hook for hook in wrapper.hooks if isinstance(hook, Guard))
+    return found
+
+
 def refuse(*_: Any) -> None:
     raise UserError("this data-parallel wrapper is closed; wrap the module again")
 

@@ -26,7 +26,7 @@ def _exchange(
     device: torch.device,
     dtype: torch.dtype,
     tensor: Tensor | None,
-    shape: Sequence[int] | None,
+    shape: Any,
 ) -> Tensor | None:
     """Send `tensor`, receive a tensor of `shape`, or both in one batch, and wait. Returns what was received.
 
@@ -41,20 +41,19 @@ def _exchange(
     }
     if peers[operations[0]] is None:  # at an end of the pipeline
         return None
-    batch, received = [], None
-    for operation in operations:
-        start: Any = dist.isend if operation.startswith("send") else dist.irecv
-        if operation.startswith("send"):
-            message = checked(tensor, device, dtype)
-        else:
-            assert shape is not None
-            message = received = torch.empty(shape, dtype=dtype, device=device)
-        batch.append(dist.P2POp(start, message, peers[operation], grid.pp_group))
+    messages = {
+        name: checked(tensor, device, dtype)
+        if name.startswith("send")
+        else torch.empty(shape, dtype=dtype, device=device)
+        for name in operations
+    }
+    start: Any = {"send": dist.isend, "recv": dist.irecv}
+    batch = [dist.P2POp(start[name[:4]], message, peers[name], grid.pp_group) for name, message in messages.items()]
     for handle in dist.batch_isend_irecv(batch):
         handle.wait()
-    if received is not None:  # activations, whose gradient is to be sent back
-        received.requires_grad_("recv_forward" in operations and torch.is_grad_enabled())
-    return received
+    if "recv_forward" in messages:  # activations, whose gradient is to be sent back
+        messages["recv_forward"].requires_grad_(torch.is_grad_enabled())
+    return next((message for name, message in messages.items() if name.startswith("recv")), None)
 
 
 def checked(tensor: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:

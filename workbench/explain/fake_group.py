@@ -29,11 +29,12 @@ from picotron.pipeline_parallel import pp_communications
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
 from workbench.pipelines.executor import reverse_groups
+from workbench.variants.zero1 import start_gather_of_slices, start_reduce_to_slices
 
 AXES = ("dp", "pp", "cp", "tp", "cp_dp")
 # Modules and functions that only communicate for others: a call site is a function that calls one of these.
 CARRIERS = {module.__name__ for module in (collectives, pp_communications, tp_communications)}
-CARRYING = {function.__code__ for function in (ring, start_ring_step)}
+CARRYING = {function.__code__ for function in (ring, start_ring_step, start_gather_of_slices, start_reduce_to_slices)}
 OPERATIONS = {  # methods of a process group; older versions of torch have the names with _base
     "allreduce": "all-reduce",
     "all_gather_single": "all-gather",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.collectives import all_reduce
 from picotron.console import UserError
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.data_parallel.data_parallel import DataParallel
@@ -28,6 +28,7 @@ from picotron.pipeline_parallel.pipeline_parallel import Step
 from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from workbench.own_loops.check_batches import Batch, check_batches, check_split
 from workbench.pipelines.engine import BatchList
+from workbench.run.all_ranks import run_on_all_ranks
 
 LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import run_on_all_ranks
 from picotron.console import UserError
 from picotron.context_parallel.context_parallel import chunk_count, local_positions
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.data_parallel.guards import guard_of
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.llama import Llama
 from picotron.parallelize import unwrap
 from workbench.pipelines.modules import sequence_shards
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.model_config import check_window
 
 Batch = dict[str, Any]
@@ -93,7 +94,7 @@ def _check_parameters(model: DataParallel) -> None:
     """Check that no parameter was frozen in an earlier step, and that all gradients are 0. Those of an earlier step are
     sums over ranks, which are taken once.
     """
-    model.hooks[0].check_trained()
+    guard_of(model).check_trained()
     gradients = model.gradient_buffers()
     if gradients and torch.stack([gradient.any() for gradient in gradients]).any():
         raise UserError(

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, Rows, epoch_order
@@ -36,6 +35,7 @@ from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, spli
 from workbench.own_loops.check_batches import Batch
 from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
 from workbench.prepare.tokens import prepare
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.checkpoint.writer import CheckpointWriter

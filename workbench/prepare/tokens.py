@@ -25,7 +25,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
@@ -33,6 +32,7 @@ from workbench.prepare.cache import cached
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.text import Columns, TextEncoder, pieces_of
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.hub import connect
 from workbench.run.start_method import START_METHOD
 from workbench.run.token_files import FILE, TokenFiles, check_end, digest_of

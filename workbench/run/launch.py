@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Distributed
 from picotron.console import UserError, first_line
 from workbench.console import LinePrinter, print_line
+from workbench.run.all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from picotron.model.families import model_cost
 from workbench.console import print_line
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.run_folder import write_record
 
 logger = logging.getLogger("picotron")

@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Dataset, default_of
 from picotron.console import UserError, first_line, invalid_value
 from workbench.files import read_object
+from workbench.run.all_ranks import run_on_all_ranks
 
 FILE = "token_files.json"
 ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")

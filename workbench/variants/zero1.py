@@ -26,10 +26,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron.collectives import own_slice, start_gather_of_slices, start_reduce_to_slices
+from picotron.collectives import all_gather_single, reduce_scatter_single
 from picotron.data_parallel.data_parallel import Bucket, DataParallelBucket, make_buckets
 from picotron.data_parallel.guards import check_not_replaced
 from picotron.model.placement import OwnedSlice, place, placement, replicas, set_main_grad
+
+
+def own_slice(buffer: Tensor, group: dist.ProcessGroup) -> slice:
+    """Return this rank's slice of a flat buffer that is divided evenly over the ranks of a group."""
+    size, rank = len(buffer) // dist.get_world_size(group), dist.get_rank(group)
+    return slice(rank * size, (rank + 1) * size)
+
+
+def start_reduce_to_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to average `own_slice` of a buffer over the group, in place. The rest of the buffer keeps local values.
+
+    Returns:
+        The handle to wait for; None for a group of one.
+    """
+    if dist.get_world_size(group) == 1:
+        return None
+    own = buffer[own_slice(buffer, group)]
+    return reduce_scatter_single(own, buffer, op=dist.ReduceOp.AVG, group=group, async_op=True)
+
+
+def start_gather_of_slices(buffer: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to fill a buffer with `own_slice` of each rank, in place. The result is as in `start_reduce_to_slices`."""
+    if dist.get_world_size(group) == 1:
+        return None
+    return all_gather_single(buffer, buffer[own_slice(buffer, group)], group=group, async_op=True)
 
 
 def divide(

@@ -48,18 +48,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import (
-    accumulation_dtype,
-    all_reduce,
-    own_slice,
-    start_gather_of_slices,
-    start_reduce_to_slices,
-)
+from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import Bucket, DataParallel
 from picotron.data_parallel.guards import check_not_replaced
 from picotron.model.placement import placement, replicas
-from workbench.variants.zero1 import divide
+from workbench.variants.zero1 import divide, own_slice, start_gather_of_slices, start_reduce_to_slices
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 

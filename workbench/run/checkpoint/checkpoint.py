@@ -24,7 +24,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt,
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from picotron.collectives import run_on_all_ranks
 from picotron.config import Config, Model, Training
 from picotron.console import UserError
 from picotron.model.families import architecture
@@ -33,6 +32,7 @@ from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, copy_part
 from picotron.optimizer import AdamW, learning_rate_factor
 from workbench.files import UNFINISHED, read_object
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from workbench.run.metrics import Progress
 from workbench.run.model_config import load_model_config

@@ -25,12 +25,13 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce, run_on_all_ranks
+from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.optimizer import AdamW
 from workbench.files import UNFINISHED, new_folder, unfinished
+from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.model_card import model_card
