@@ -205,9 +205,10 @@ def squared_norms(model: nn.Module) -> dict[str, Tensor]:
     if not found:  # all weights of this rank are frozen, or it has none
         return {}
     norms = torch._foreach_norm([main_grad(parameter) for parameter in found.values()])
-    # Python numbers: no wait for the GPU
-    torch._foreach_div_(norms, [math.sqrt(copies(parameter)) for parameter in found.values()])
-    squares = torch.stack(norms).double().square()  # float64, because stages can have different dtypes
+    squares = torch.stack(norms).double().square().unbind()  # float64, because stages can have different dtypes
+    torch._foreach_div_(
+        squares, [float(copies(each)) for each in found.values()]
+    )  # Python numbers: no wait for the GPU
     return dict(zip(found, squares, strict=True))
 
 

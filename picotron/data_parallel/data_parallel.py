@@ -30,13 +30,14 @@ class Bucket:
         multiple: number by which the size of the buffer is divisible; the buffer is padded.
 
     Attributes:
-        group: the ranks to average over.
+        group: the ranks to average over, and has_replicas: whether these are several.
         gradients: the views, in which gradients accumulate; here they are also the `main_grad`s.
         pending_parameters: parameters whose gradient is not complete yet in a backward that reduces.
     """
 
     def __init__(self, parameters: list[nn.Parameter], multiple: int = 1) -> None:
         self.parameters, self.group = parameters, replicas(parameters[0])
+        self.has_replicas = dist.get_world_size(self.group) > 1
         first, sizes = parameters[0], [p.numel() for p in parameters]
         padded = -(-sum(sizes) // multiple) * multiple
         self.buffer = torch.zeros(padded, dtype=accumulation_dtype(first), device=first.device)
@@ -157,7 +158,7 @@ class DataParallel(nn.Module):
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
         bucket = self.bucket_of[parameter]
         bucket.gradients[parameter].add_(gradient)
-        if self.require_backward_grad_sync and dist.get_world_size(bucket.group) > 1:
+        if self.require_backward_grad_sync and bucket.has_replicas:
             bucket.pending_parameters.remove(parameter)
             # Always in order: collectives of different ranks are matched by their place in the sequence, and ranks may
             # differ in which parameters their part of the batch uses.

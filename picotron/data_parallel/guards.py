@@ -36,9 +36,11 @@ class Guard:
         check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
         self.wrapper, self.names, self.grid = wrapper, names_of(module), grid
         self.trained = {parameter for parameter in self.names if parameter.requires_grad}
+        self.replicated = {parameter for parameter in self.trained if dist.get_world_size(replicas(parameter)) > 1}
         self.hooks: list[Any] = [register_optimizer_step_pre_hook(self.before_step)]
-        self.hooks += [parameter.register_post_accumulate_grad_hook(self.on_gradient) for parameter in self.trained]
         self.hooks.append(wrapper.register_forward_pre_hook(self.before_forward))
+        # In its place, because a second hook of each parameter would take as long as the first one.
+        self.take, wrapper._on_gradient = wrapper._on_gradient, self.on_gradient
         module.zero_grad = ZeroGrad(module, wrapper)
 
     def remove(self) -> None:
@@ -56,7 +58,7 @@ class Guard:
 
     def on_gradient(self, parameter: Tensor) -> None:
         wrapper, bucket = self.wrapper, self.wrapper.bucket_of.get(parameter)
-        has_replicas = dist.get_world_size(replicas(parameter)) > 1
+        has_replicas = parameter in self.replicated
         is_late = wrapper.is_averaged and (has_replicas or placement(parameter).sum_over)
         reduces = wrapper.require_backward_grad_sync and has_replicas and bucket
         if parameter.grad is not None and (is_late or (reduces and parameter not in bucket.pending_parameters)):
@@ -68,6 +70,7 @@ class Guard:
                 f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
                 f"use_reentrant=False in checkpoints"
             )
+        self.take(parameter)
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self.names]
