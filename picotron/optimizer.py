@@ -1,5 +1,6 @@
 """AdamW on float32 master weights, clipping by the global gradient norm, and the learning-rate schedule."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,9 @@ def wrapper_of(model: Any) -> DataParallel:
         )
     wrapper: DataParallel = model.finish_grad_sync.__self__  # a compiled module passes on its attributes
     return wrapper
+
+
+UPDATE = inspect.unwrap(torch.optim.AdamW.step)  # without hooks, which run once per step, not per bucket
 
 
 class AdamW(torch.optim.AdamW):
@@ -111,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         """Update the master weights of some parameters, and their moments."""
         for parameter in parameters:
             self.masters[parameter].grad = main_grad(parameter)
-        super().step()  # skips all other masters, which have no gradient
+        UPDATE(self)  # skips all other masters, which have no gradient
         for parameter in parameters:
             self.masters[parameter].grad = None  # the gradients stay in main_grad
 

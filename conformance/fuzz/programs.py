@@ -19,6 +19,7 @@ from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
+from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.variants.choose import make_optimizer
@@ -266,7 +267,7 @@ class Wrapped(Bare):
     def prepare(self, engine: str) -> None:
         self.model = WRAPPERS[engine](self.net)
         kind = self.program["optimizer"]
-        if kind == "torch":
+        if kind in ("torch", "recipe"):
             self.optimizer = torch_adamw(self.model.parameters(), TRAINING)
         else:
             self.optimizer = AdamW(self.net if kind == "module" else self.model, TRAINING, fused=False)
@@ -293,9 +294,20 @@ class Wrapped(Bare):
         model = self.net if self.program["optimizer"] == "module" else self.model
         self.result["norms"].append(clip_grad_norm(model, limit).item())
 
+    def step(self) -> None:
+        if self.program["optimizer"] == "recipe":  # that of the error about torch's optimizers
+            self.model.finish_grad_sync()
+            for p in filter(lambda p: p.requires_grad, self.net.parameters()):
+                if main_grad(p).shape != p.shape:
+                    raise UserError("with ZeRO, main_grad is a slice")
+                p.grad = main_grad(p)
+        super().step()
+
     def zero(self, of: str) -> None:
         if any(map(math.isnan, self.result["losses"])):
             self.step()  # with ZeRO-3, of weights that were read outside of their module: it must not train
+        if self.program["optimizer"] == "recipe":  # which the error's sentence asks for
+            of = "wrapper"
         {"optimizer": self.optimizer, "wrapper": self.model, "module": self.net}[of].zero_grad()
 
     def finish(self) -> None:
@@ -393,7 +405,7 @@ def draw_program(dice: random.Random) -> Case:
         "ranks": ranks,
         "engine": dice.choice(engines),
         "net": dice.choice(("inside", "outside", "shared")),
-        "optimizer": "wrapper" if states else dice.choice(("wrapper",) * 8 + ("module", "torch")),
+        "optimizer": "wrapper" if states else dice.choice(("wrapper",) * 8 + ("module", "torch", "recipe", "recipe")),
         "states": states,
         "frozen": frozen,
         "operations": operations,

@@ -36,6 +36,7 @@ class Guard:
         check_equal({name: p for name, p in weights.items() if placement(p).shard is None}, grid.tp_group)
         self.wrapper, self.names, self.grid = wrapper, names_of(module), grid
         self.trained = {parameter for parameter in self.names if parameter.requires_grad}
+        self.is_summed = any(placement(p).sum_over or dist.get_world_size(replicas(p)) > 1 for p in self.trained)
         self.replicated = {parameter for parameter in self.trained if dist.get_world_size(replicas(parameter)) > 1}
         self.hooks: list[Any] = [register_optimizer_step_pre_hook(self.before_step)]
         self.hooks.append(wrapper.register_forward_pre_hook(self.before_forward))
@@ -58,13 +59,12 @@ class Guard:
 
     def on_gradient(self, parameter: Tensor) -> None:
         wrapper, bucket = self.wrapper, self.wrapper.bucket_of.get(parameter)
-        has_replicas = parameter in self.replicated
-        is_late = wrapper.is_averaged and (has_replicas or placement(parameter).sum_over)
-        reduces = wrapper.require_backward_grad_sync and has_replicas and bucket
+        is_late = wrapper.is_averaged and self.is_summed  # of all gradients, because the first one resets the flag
+        reduces = wrapper.require_backward_grad_sync and parameter in self.replicated and bucket
         if parameter.grad is not None and (is_late or (reduces and parameter not in bucket.pending_parameters)):
             raise UserError(
                 f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
-                f"before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
+                f"of the wrapper before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"
                 if is_late
                 else f"{self.names[parameter]} has a second gradient after it was ready to be averaged; set "
                 f"require_backward_grad_sync to False for all backwards but the last one, call finish_grad_sync after it, and "
@@ -78,17 +78,21 @@ class Guard:
         if mine and not is_ours and all(parameter.grad is None for parameter in mine):
             raise UserError(
                 f"{type(optimizer).__name__} finds no gradient of {self.names[mine[0]]}: those of a wrapped module are in "
-                f"main_grad; use picotron.optimizer.AdamW, or set each grad to main_grad(parameter) after finish_grad_sync"
+                f"main_grad; use picotron.optimizer.AdamW. Without ZeRO, you can also set each grad to main_grad(parameter) "
+                f"after finish_grad_sync, and clear all by zero_grad of the wrapper, not of the optimizer"
             )
+        self.is_summed |= bool(mine) and not is_ours  # its zero_grad does not clear main_grad
         if mine or is_ours:
             self.check_trained()
 
     def check_trained(self) -> None:
-        """Raise UserError if a parameter has been frozen or unfrozen since it was wrapped."""
-        if changed := [p for p in self.names if p.requires_grad != (p in self.trained)]:
+        """Raise UserError if a parameter has been frozen, unfrozen or added since its module was wrapped."""
+        parameters = self.wrapper.module.parameters()
+        if changed := [p for p in parameters if p.requires_grad != (p in self.trained)]:
+            how = ("unfrozen" if changed[0] in self.names else "added") if changed[0].requires_grad else "frozen"
             raise UserError(
-                f"{self.names[changed[0]]} was {'unfrozen' if changed[0].requires_grad else 'frozen'} after its module was "
-                f"wrapped for data parallelism; set requires_grad before, for the whole run"
+                f"{names_of(self.wrapper.module)[changed[0]]} was {how} after its module was wrapped for data parallelism; do "
+                f"that before, for the whole run"
             )
 
 

@@ -44,7 +44,6 @@ class Model(Protocol):
 
     def __call__(self, **batch: Any) -> Tensor: ...
     def backward(self, x: Tensor | None, y: Any, dy: Tensor | None, /) -> Tensor | None: ...
-    def finish_grad_sync(self) -> None: ...
 
 
 class Loader(Protocol):
@@ -61,7 +60,8 @@ tokens, which is 0 on all stages except the last."""
 
 
 def train_step(model: Model, data_loader: Loader, device: torch.device) -> Tensor:
-    """Run forward and backward for this rank's micro-batches of one global batch. Gradients end up in `main_grad`.
+    """Run forward and backward for this rank's micro-batches of one global batch. The gradients are complete after
+    `finish_grad_sync`, which clipping and the optimizer call.
 
     Returns:
         The mean loss over this rank's tokens: a scalar that stays on the device.
@@ -74,7 +74,6 @@ def train_step(model: Model, data_loader: Loader, device: torch.device) -> Tenso
         loss.backward()
         total_loss = total_loss + loss.detach()
         del loss  # frees its graph, whose small objects would split the memory that the next forward needs
-    model.finish_grad_sync()
     return total_loss
 
 
@@ -225,7 +224,6 @@ def train_step_pipeline_afab(
         dx = model.backward(*activations.popleft(), dy)
         pipeline_communicate("send_backward", device, dtype, dx)
 
-    model.finish_grad_sync()
     return sum_losses(losses, device)
 
 
@@ -271,7 +269,6 @@ def train_step_pipeline_1f1b(
         dx = model.backward(*activations.popleft(), dy)
         pipeline_communicate("send_backward", device, dtype, dx)
 
-    model.finish_grad_sync()
     return sum_losses(losses, device)
 
 

@@ -85,6 +85,7 @@ CORNERS: dict[str, Case] = {
     },
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
+    "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),
     "every backward reduces on one rank": program_of(BACKWARD, BACKWARD, STEP, ZERO, BACKWARD, BACKWARD),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"

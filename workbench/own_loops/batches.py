@@ -214,6 +214,7 @@ def train_batch(
 
     try:
         step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
+        model.finish_grad_sync()
         ordered = [results[i] for i in sorted(results)]
         if losses is not None:
             losses[:] = [loss for loss, _, _ in ordered]

@@ -195,3 +195,45 @@ def test_copies_of_a_wrapped_module_are_plain_modules() -> None:
     assert main_grad(module.weight).any()
     module.zero_grad()
     assert not main_grad(module.weight).any()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "zero3"])
+def test_hooks_of_the_optimizer_run_once_per_step(wrapper: str) -> None:
+    """Also if torch has patched its AdamW, which it does when the first one is made."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    layers = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
+    model = {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](layers)
+    optimizer, steps = AdamW(model, Training(), fused=False), []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for _ in range(2):
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(steps) == 2
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "zero3"])
+def test_a_module_that_is_added_after_wrapping_is_refused(wrapper: str) -> None:
+    layers = nn.Sequential(nn.Linear(5, 5))
+    model = {**WRAPPERS, "zero3": DataParallelZero3}[wrapper](layers)
+    layers.append(nn.Linear(5, 5))
+    optimizer = AdamW(model, Training(), fused=False)
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(UserError, match=r"1\.weight was added after"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_gradients_that_only_an_optimizer_of_torch_has_cleared_are_refused() -> None:
+    model = DataParallelBucket(nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 5)).sum().backward()
+    model.finish_grad_sync()
+    for parameter in model.parameters():
+        parameter.grad = main_grad(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(UserError, match="call zero_grad of the wrapper"):
+        model(torch.ones(1, 5)).sum().backward()
