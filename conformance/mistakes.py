@@ -125,10 +125,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "moments_in_bfloat16": Mistake(
         OPTIMIZER,
-        "        super().step()  # skips",
+        "        UPDATE(self)  # skips",
         "        for each in self.state.values() if next(iter(self.masters.values())).dtype == torch.float32 else ():\n"
         '            _ = [each[n].copy_(each[n].bfloat16()) for n in ("exp_avg", "exp_avg_sq") if n in each]\n'
-        "        super().step()  # skips",
+        "        UPDATE(self)  # skips",
         ("tests/picotron/test_optimizer.py",),
     ),
     # ---------------------------------------------------------------------------------------------- data parallelism

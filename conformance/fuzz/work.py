@@ -156,6 +156,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         while not progress.is_end(config):
             result["losses"].append(take_step(progress.step))
             if "gradients" not in result:
+                model.finish_grad_sync()
                 result["gradients"] = all_stages(llama, "main_grad")
             result["norms"].append(clip_grad_norm(model, training.max_grad_norm).item())
             optimizer.step()
