@@ -113,7 +113,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     init_process_group(config, device, model_config, plan and plan.identity)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
 
-    # The algorithms: those of picotron/, or if the config names others, a table that has these, too.
+    # The algorithms: those of picotron/. If the config names another one, the table of variants returns it.
     if config.needs_variants:
         from workbench.variants.choose import build_model, make_optimizer, split_train_eval
     else:

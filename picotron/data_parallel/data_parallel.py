@@ -30,7 +30,8 @@ class Bucket:
         multiple: number by which the size of the buffer is divisible; the buffer is padded.
 
     Attributes:
-        group: the ranks to average over, and has_replicas: whether these are several.
+        group: the ranks to average over.
+        has_replicas: whether the group has more than one rank.
         gradients: the views, in which gradients accumulate; here they are also the `main_grad`s.
         pending_parameters: parameters whose gradient is not complete yet in a backward that reduces.
     """

@@ -18,7 +18,7 @@ from picotron.model.placement import placement, replicas
 
 
 class Guard:
-    """The guard of a data-parallel wrapper, and one of its hooks: `remove` ends it.
+    """The checks of one data-parallel wrapper, which holds them as one of its hooks; `remove` ends them.
 
     Raises:
         UserError: a parameter has a wrapper already, or two ranks start with different weights.
@@ -40,7 +40,7 @@ class Guard:
         self.replicated = {parameter for parameter in self.trained if dist.get_world_size(replicas(parameter)) > 1}
         self.hooks: list[Any] = [register_optimizer_step_pre_hook(self.before_step)]
         self.hooks.append(wrapper.register_forward_pre_hook(self.before_forward))
-        # In its place, because a second hook of each parameter would take as long as the first one.
+        # Called instead of the wrapper's hook, which it then calls: a second hook of each parameter would cost more.
         self.take, wrapper._on_gradient = wrapper._on_gradient, self.on_gradient
         module.zero_grad = ZeroGrad(module, wrapper)
 
@@ -81,7 +81,7 @@ class Guard:
                 f"main_grad; use picotron.optimizer.AdamW. Without ZeRO, you can also set each grad to main_grad(parameter) "
                 f"after finish_grad_sync, and clear all by zero_grad of the wrapper, not of the optimizer"
             )
-        self.is_summed |= bool(mine) and not is_ours  # its zero_grad does not clear main_grad
+        self.is_summed |= bool(mine) and not is_ours  # zero_grad of torch's optimizers does not clear main_grad
         if mine or is_ours:
             self.check_trained()
 

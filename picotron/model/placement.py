@@ -159,12 +159,12 @@ def sum_partial_gradients(model: nn.Module) -> None:
     step, so the gradients of a group are sent together.
     """
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    # In the same order on all ranks of a group. Stages have what they share under other names, and in another order.
+    # All ranks of a group need the same order. Pipeline stages may hold a shared parameter under different names.
     for parameter in sorted(model.parameters(), key=lambda each: placement(each).shared_name or ""):
         group = placement(parameter).sum_over
         if group is not None and parameter.requires_grad:
             by_group.setdefault(group, []).append(main_grad(parameter))
     for group, gradients in by_group.items():
-        total = _flatten_dense_tensors(gradients)  # of one gradient, such as a tied embedding's, a view
+        total = _flatten_dense_tensors(gradients)  # a view, not a copy, if there is only one gradient
         all_reduce(total, group)
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(total, gradients))

@@ -1,7 +1,7 @@
 """The table of variants: other algorithms for what picotron/ does, each of which a key of the config selects.
 
-Each function here stands for one of picotron/ or of `run`, and calls it: without a variant, both do the same. A variant
-is imported only where the config names it.
+Each function here has the name of a function of picotron/ or of `run`, and does the same if the config names no
+variant. A variant is imported only where the config names it.
 """
 
 import functools
