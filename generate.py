@@ -8,7 +8,7 @@ its layers (pp_size), its matrices (tp_size) and, with the remaining factor of t
 With --chat, the user and a model that was trained on conversations take turns in the terminal.
 """
 
-import workbench.run.quiet_imports  # noqa: F401 -- before all that take long
+import workbench.run.begin  # noqa: F401 -- before all that take long
 
 # isort: split
 from workbench.generation.program import main

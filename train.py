@@ -4,7 +4,7 @@ This file is the table of contents of a run: config, process groups, data, model
 Each rank of the layout is a new process, which this one starts. On several machines, torchrun starts them.
 """
 
-import workbench.run.quiet_imports  # noqa: F401 -- before all that take long
+import workbench.run.begin  # noqa: F401 -- before all that take long
 
 # isort: split
 import logging
@@ -182,7 +182,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
             grad_norm = update_weights(model, optimizer, training.max_grad_norm)
             scheduler.step()
             progress = progress.after_step(config)
-            record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.number())
+            record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.received)
             if eval_loader and progress.step % training.eval_frequency == 0:
                 record |= evaluation_record(evaluate(model, eval_loader), *evaluated)
             metrics.log(record)

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from picotron.console import UserError
 
@@ -33,21 +33,22 @@ def text_table(rows: Sequence[Sequence[str]], first_number: int | None = None) -
 READER_IS_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, such as `| head`, or a closed terminal
 
 
-def print_line(line: str, end: str = "\n") -> None:
-    """Print a line. Once the terminal or the reader of a pipe is gone, output is dropped, and the program continues.
-    Characters that the terminal's encoding lacks are printed as question marks.
+def print_line(line: str, end: str = "\n", file: IO[str] | None = None) -> None:
+    """Print a line to the standard output, or to another stream. Once the terminal or the reader of a pipe is gone, or
+    a disk is full, output is dropped, and the program continues. Characters that the encoding lacks become question
+    marks.
     """
-    if sys.stdout is None:  # it was closed before the program started, as some daemons do
+    stream: Any = file or sys.stdout
+    if stream is None:  # it was closed before the program started, as some daemons do
         return
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = stream.encoding or "utf-8"
     try:
-        print(line.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+        print(line.encode(encoding, "replace").decode(encoding), end=end, flush=True, file=stream)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno not in READER_IS_GONE:
-            print(
-                f"the standard output cannot be written: {error.strerror}; the rest of it is dropped", file=sys.stderr
-            )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if error.errno not in READER_IS_GONE and stream is not sys.stderr:
+            text = f"the standard output cannot be written: {error.strerror}; the rest of it is dropped"
+            print_line(text, file=sys.stderr)
 
 
 class LinePrinter(logging.Handler):

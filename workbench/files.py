@@ -143,3 +143,16 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} holds a JSON {type(data).__name__}; it should hold an object {{...}}")
     return data
+
+
+@contextlib.contextmanager
+def naming_deleted(folder: Path) -> Iterator[None]:
+    """Context whose errors are a UserError if a folder has been deleted meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if folder.exists():
+            raise
+        raise UserError(
+            f"{folder} was deleted while it was read, as a run does with checkpoint.keep_last; use another one"
+        ) from error

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench.files import write_atomically
+from picotron.console import UserError
+from workbench.files import naming_deleted, write_atomically
 
 
 def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +40,10 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
     monkeypatch.setattr(os, "fsync", fsync)
     write_atomically(tmp_path / "config.json", "new")
     assert seen == [(False, "old"), (True, "new")]
+
+
+def test_a_folder_that_was_deleted_is_named_as_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no repository"), naming_deleted(tmp_path):
+        raise OSError("no repository of this name")
+    with pytest.raises(UserError, match="step_1 was deleted while it was read"), naming_deleted(tmp_path / "step_1"):
+        raise OSError("no repository of this name")

@@ -20,6 +20,7 @@ from picotron.console import UserError
 from picotron.model.families import differences
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import Parser, number, print_line
+from workbench.files import naming_deleted
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from workbench.generation.rotation import Completion, check_prompt, generate
 from workbench.generation.sampling import Sampling
@@ -259,7 +260,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(
             f"{folder} is a run folder without checkpoints; train with another checkpoint.save_frequency than null"
         )
-    model_config, encoder = read_model_config(folder), Encoder.read(folder)
+    with naming_deleted(folder):
+        model_config, encoder = read_model_config(folder), Encoder.read(folder)
     records: dict[str, Prompt] = {}
     if options.chat:
         encoder.check_chat_template()
@@ -275,7 +277,8 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None and int(os.environ.get("RANK", 0)) == 0:
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")
-    model = load_model(folder, options.pp_size, options.tp_size)
+    with naming_deleted(folder):
+        model = load_model(folder, options.pp_size, options.tp_size)
     if options.chat:
         chat(model, encoder, sampling)
     else:

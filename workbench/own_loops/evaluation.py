@@ -10,6 +10,7 @@ from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import print_line
+from workbench.files import naming_deleted
 from workbench.pipelines.engine import check_run, make_evaluation
 from workbench.prepare.tokens import prepare
 from workbench.run.checkpoint.checkpoint import find_checkpoint
@@ -38,14 +39,15 @@ def evaluate(config: Config, name: str) -> None:
     checkpoint = find_checkpoint(config, model_config)
     if checkpoint is None:
         raise UserError("--evaluate needs a model: set checkpoint.load_path, or model.pretrained to true")
-    tokenizer = str(checkpoint.tokenizer) if checkpoint.tokenizer else config.model.tokenizer
-    config = config.for_data(name, tokenizer)
-    data, _, folder = load_data(config, model_config, checkpoint.tokenizer, prepare)
-    rows = whole_rows(data, config, name)
-    batches = len(rows) // config.global_batch_size
-    loader = MicroBatchDataLoader(rows, config, device, shuffle=False, batches=batches)
-    frozen: Any = lambda name: True  # noqa: E731 -- so that no parameter has a gradient
-    model = build_model(config, model_config, plan.wrap, device, dtype, checkpoint.weights(), frozen)
+    with naming_deleted(checkpoint.folder):
+        tokenizer = str(checkpoint.tokenizer) if checkpoint.tokenizer else config.model.tokenizer
+        config = config.for_data(name, tokenizer)
+        data, _, folder = load_data(config, model_config, checkpoint.tokenizer, prepare)
+        rows = whole_rows(data, config, name)
+        batches = len(rows) // config.global_batch_size
+        loader = MicroBatchDataLoader(rows, config, device, shuffle=False, batches=batches)
+        frozen: Any = lambda name: True  # noqa: E731 -- so that no parameter has a gradient
+        model = build_model(config, model_config, plan.wrap, device, dtype, checkpoint.weights(), frozen)
     targets, size = targets_and_bytes(rows, folder)
     record = evaluation_record(make_evaluation(config, plan, device)(model, loader), targets, size)
     if dist.get_rank() == 0:

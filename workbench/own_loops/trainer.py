@@ -244,7 +244,7 @@ class Trainer:
         while not self.stop and not self.progress.is_end(self.config):
             before = self.progress.step
             yield before
-            self.stop = int(max_over_ranks(self.device, self.signals.number()).item())
+            self.stop = int(max_over_ranks(self.device, self.signals.received).item())
             self.writer.check()
             if self.progress.step > saved and (self.writer.is_due(self.progress, before) or self.stop):
                 self.writer.save(self.progress)

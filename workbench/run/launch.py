@@ -2,11 +2,14 @@
 
 import ctypes
 import faulthandler
+import gc
 import hashlib
 import logging
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,15 +22,14 @@ from picotron.config import Config, Distributed
 from picotron.console import UserError, first_line
 from workbench.console import LinePrinter, print_line
 from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.fork_server import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 logger = logging.getLogger("picotron")
 
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-PARENT = [os.getppid()]
-os.register_at_fork(after_in_child=lambda: PARENT.append(os.getppid()))
+NUMBERS = "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # variables that torchrun sets
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
@@ -51,6 +53,40 @@ def set_log_level() -> None:
         logger.setLevel(logging.INFO)
     else:
         logger.setLevel(logging.WARNING if first_of_machine else logging.ERROR)
+
+
+def is_launched() -> bool:
+    """Return whether a launcher, such as torchrun or `run_ranks`, has started this process as a rank. If not, remove
+    what another program may have left of a launcher's variables.
+
+    Raises:
+        UserError: a variable is missing, or no number.
+    """
+    if "RANK" not in os.environ:
+        for name in NUMBERS:
+            os.environ.pop(name, None)
+        return False
+    found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | os.environ
+    for name in NUMBERS:
+        if not found.get(name, "").isdecimal():
+            raise UserError(
+                f"the environment has RANK={found['RANK']}, but {name}={found.get(name, '')}, which should be a number; "
+                f"unset RANK, or let torchrun start the processes, which sets all variables"
+            )
+    return True
+
+
+def end_with_launcher() -> None:
+    """Let a thread send SIGTERM to this rank when the process that has started it, or called `run_ranks`, has ended."""
+    parent, caller = os.getppid(), multiprocessing.parent_process()
+    sentinels = [caller.sentinel] if caller else []
+
+    def watch() -> None:
+        while os.getppid() == parent and not multiprocessing.connection.wait(sentinels, 1.0):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def check_world_size(distributed: Distributed, world_size: int) -> None:
@@ -114,15 +150,23 @@ def init_process_group(
     # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its
     # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
     device_id = device if backend == "nccl" else None
-    if "RANK" in os.environ:
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-            # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        dist.init_process_group(backend, device_id=device_id)
-    else:
+    members: dict[str, Any] = {}
+    if not is_launched():
         check_world_size(config.distributed, 1)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        members = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    try:
+        dist.init_process_group(backend, device_id=device_id, **members)
+    except RuntimeError as error:
+        if backend != "gloo" or missing_ranks(error):
+            raise
+        reason = first_line(error).rpartition(". ")[2]
+        raise UserError(
+            f"gloo finds no network: {reason}; is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
+        ) from error
     check_same_config(config, model_config, schedule)
 
 
@@ -154,10 +198,9 @@ def check_same_config(
 
 class StopSignals:
     """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
-    limit): the run ends after the current step. It also ends if torchrun, or the process that called `run_ranks`,
-    was killed, as if that had sent SIGTERM.
+    limit): the run ends after the current step.
 
-    A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from torchrun.
+    A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from its launcher.
     """
 
     received = 0  # the signal's number
@@ -170,13 +213,6 @@ class StopSignals:
     @staticmethod
     def _note(number: int, _: Any) -> None:
         StopSignals.received = number
-
-    def number(self) -> int:
-        """Return the number of the signal that this rank has received, or 0."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT[-1] and not StopSignals.received:
-            StopSignals.received = signal.SIGTERM
-            logger.error("the launcher has ended; this run writes a checkpoint and exits")
-        return StopSignals.received
 
 
 def missing_ranks(error: Exception) -> str | None:
@@ -232,34 +268,38 @@ def exit_on_error(main: Callable[[], None]) -> None:
     An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
     others in vain prints the line at which it waited.
     """
-    rank = int(os.environ.get("RANK", 0))
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `quiet_imports`
+    gc.freeze()  # what has been imported need not be looked at again, and the program ends faster
+    rank = os.environ.get("RANK", "0")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `begin`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if is_launched() and "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_launcher()
         main()
     except KeyboardInterrupt:  # before the first step
         print_line("", end="")  # flushes what the program has printed
-        print(f"\n[rank {rank}] interrupted", file=sys.stderr, flush=True)
-        os._exit(128 + signal.SIGINT)
+        print_line(f"\n[rank {rank}] interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that shells and launchers see that it was not an error
     except Exception as error:
         print_line("", end="")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
-        if rank > 0 and StopSignals.received:
+        if rank != "0" and StopSignals.received:
             # Usually the launcher sent it because another rank failed and printed why; this error is a consequence.
             name = type(error).__name__
-            print(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
+            print_line(f"[rank {rank}] ended with {name} after signal {StopSignals.received}", file=sys.stderr)
             os._exit(1)
         if sentence := missing_ranks(error):
             if "timed out" not in sentence:
                 time.sleep(1)  # `run_ranks` stops this rank when the one with the error exits
-            print(f"\n[rank {rank}] error: {sentence}\n", file=sys.stderr, flush=True)
+            print_line(f"\n[rank {rank}] error: {sentence}\n", file=sys.stderr)
             time.sleep(3)  # torchrun stops the other ranks when the first one exits; they print their sentence, too
             os._exit(1)
-        if rank > 0:
+        if rank != "0":
             # Most user errors are found by all ranks at the same time, and torchrun stops all of them when the first
             # one exits. Rank 0 gets time to print the error once; the others print theirs only if rank 0 had none.
             time.sleep(3)
         sentence = sentence_of(error)
         message = f"\n{traceback.format_exc()}" if sentence is None else f" error: {sentence}\n"
-        print(f"\n[rank {rank}]{message}", file=sys.stderr, flush=True)
+        print_line(f"\n[rank {rank}]{message}", file=sys.stderr)
         os._exit(1)  # sys.exit would wait for, or abort in, threads of a process group whose peers are gone

@@ -1,124 +1,153 @@
 """The ranks of one machine without torchrun: processes that a program starts when it has checked the config."""
 
+import atexit
 import contextlib
+import gc
+import io
 import math
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
 
+import cloudpickle
+import torch
 import torch.distributed as dist
 
-from picotron.console import UserError
-from workbench.run.launch import STOP_SIGNALS, exit_on_error, logger, set_log_level, set_up_logging
-from workbench.run.start_method import START_METHOD
+from picotron.console import UserError, first_line
+from workbench.console import print_line
+from workbench.run.fork_server import STOP_SIGNALS, start_fork_server
+from workbench.run.launch import exit_on_error, is_launched, logger, set_up_logging
 
 GRACE_SECONDS = 30.0  # for the other ranks, after one has ended with a stop signal; torchrun waits as long
 POLL_SECONDS = 0.05
+CONNECT_TIME = timedelta(seconds=10)
 
 
 def run_ranks(count: int, function: Callable[[], None]) -> None:
-    """Call a function on `count` ranks, which are new processes: on Linux, forks of this one. With one rank, or if
-    torchrun has started this process, call it here.
+    """Call a function on `count` ranks, which are new processes: forks of a clean one, so that this one may have
+    computed, or used a GPU. With one rank, or if torchrun has started this process, call it here.
+
+    As with `multiprocessing`, each rank imports the file of the program, whose call of `run_ranks` therefore belongs
+    below `if __name__ == "__main__":`. From a notebook, ranks get the function with the variables that it names. Ranks
+    have this process's environment variables, folder, and torch's seed and default dtype.
 
     A stop signal is passed on to all ranks. If a rank fails, the others are killed, so that its error is the last thing
-    on the screen. This process must not have used a GPU, nor be in a process group.
+    on the screen. If this process is killed, the ranks receive SIGTERM.
 
     Raises:
         SystemExit: with the status of the first rank whose status is not 0.
-        UserError: ranks are not forks, see START_METHOD, and cannot import the function.
+        UserError: the ranks cannot be started.
     """
-    if "RANK" in os.environ or count == 1:
+    if is_launched() or count == 1:
         return function()
-    if START_METHOD != "fork":
-        check_importable(function)
-    listener, context = socket.create_server(("127.0.0.1", 0), backlog=count), multiprocessing.get_context(START_METHOD)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        time.sleep(0 if multiprocessing.current_process().name == "rank 0" else 3)  # one of them prints the error
+        text = 'error: each rank imports this program; call run_ranks below `if __name__ == "__main__":`'
+        print_line(text, file=sys.stderr)
+        os._exit(1)
+    if not os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):  # a notebook, or the standard input
+        vars(sys.modules["__main__"]).pop("__file__", None)
     ranks: list[Any] = []
-    for rank in range(count):
-        arguments = rank, count, listener, bool(logger.handlers), function
-        ranks.append(context.Process(target=_run_rank, args=arguments))  # type: ignore[attr-defined]
-        ranks[-1].start()
-
-    def forward(number: int, _: Any) -> None:
-        for process in ranks:
-            if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid, number)
-
-    handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    port = listener.getsockname()[1]
+    handlers: dict[int, Any] = {}
+    stops: list[int] = []
     try:
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        if threading.current_thread() is threading.main_thread():  # others may not handle signals
+            for number in (*STOP_SIGNALS, signal.SIGUSR2):  # which prints stacks
+                handlers[number] = signal.signal(number, lambda number, _: stops.append(number))
+        start_fork_server([name for name in sys.modules if name.startswith(("picotron.", "workbench."))])
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=CONNECT_TIME)
+        variables = {
+            "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+            "TORCHELASTIC_RUN_ID": "run_ranks", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+        }  # fmt: skip
+        context, call = (
+            multiprocessing.get_context("forkserver"),
+            _pickled((function, torch.get_default_dtype(), torch.get_rng_state())),
         )
-        status = _wait(ranks)
-        del store
+        for rank in range(count):
+            environment = os.environ | {key: str(value) for key, value in variables.items()}
+            arguments = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, bool(logger.handlers), call
+            process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")
+            process.start()
+            ranks.append(process)
+        status = _wait(ranks, stops)
+    except (OSError, EOFError, dist.DistError) as error:
+        raise UserError(
+            f"{count} ranks cannot be started: {first_line(error)}; see the limits of `ulimit -a`, and whether there is a "
+            f"loopback interface"
+        ) from error
     finally:
-        forward(signal.SIGKILL, None)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.join()
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler or signal.SIG_DFL)
     if status:
         sys.exit(status)
 
 
-def check_importable(function: Callable[[], None]) -> None:
-    """Raise a UserError if a new process cannot import a function."""
-    try:
-        in_file = b"__main__" not in pickle.dumps(function) or hasattr(sys.modules["__main__"], "__file__")
-    except (AttributeError, TypeError, pickle.PicklingError):
-        in_file = False
-    if not in_file:
-        raise UserError(
-            f"on this system, each rank is a new process, which cannot import {function}; define the function at the "
-            f"top level of a file, and give it arguments with functools.partial"
-        )
+def _pickled(value: Any) -> bytes:
+    if hasattr(sys.modules["__main__"], "__file__"):  # else ranks cannot import it
+        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):  # a lambda, or a local function
+            return pickle.dumps(value)
+    return cloudpickle.dumps(value)
 
 
-def _run_rank(rank: int, count: int, listener: socket.socket, log: bool, function: Callable[[], None]) -> NoReturn:
-    """Call a function in a new process, with the environment variables that torchrun sets."""
-    port = listener.getsockname()[1]
-    listener.close()  # so that nobody can connect once the process that serves the port is gone
-    sys.stdin = sys.stdin and os.fdopen(0, closefd=False)  # multiprocessing has closed it, and a user may type
-    if log and not logger.handlers:  # not a fork
+def _run_rank(environment: dict[str, str], log: bool, call: bytes) -> None:
+    """Call a function in a new process, and end as a program does, which a fork does not by itself."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    multiprocessing.set_start_method(None, force=True)  # the default again, as for any program
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has closed it, and a user may type
+    if log:
         set_up_logging()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "run_ranks"}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    set_log_level()
-    status = 1
+
+    def main() -> None:
+        function, dtype, seed = pickle.loads(call)
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(seed)
+        function()
+
+    atexit.register(_flush_files)
     try:
-        exit_on_error(function)
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        exit_on_error(main)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # and not the programs that called `run_ranks`
+        atexit._run_exitfuncs()
 
 
-def _wait(ranks: list[Any]) -> int:
-    """Wait until all processes have ended. Returns the first status that is not 0, or 0."""
-    status, end, running = 0, math.inf, dict(enumerate(ranks))
-    while running:
-        for rank, process in list(running.items()):
-            if (code := process.exitcode) is None:
-                continue
-            del running[rank]
+def _flush_files() -> None:
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(OSError, ValueError):  # of a full disk, or of a closed file
+                each.flush()
+
+
+def _wait(ranks: list[Any], stops: list[int]) -> int:
+    """Wait until all processes have ended, and pass on the signals in `stops`. Returns the first status but 0, or 0."""
+    status, end, running = 0, math.inf, {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running and time.monotonic() < end:
+        for sentinel in wait(list(running), POLL_SECONDS):
+            rank = running.pop(sentinel)
+            code = ranks[rank].exitcode
             if code and not status:
                 status = code if code > 0 else 128 - code
                 end = time.monotonic() + (GRACE_SECONDS if code > 128 else 0)
-                if code < 0:
+                if code < 0 and -code not in STOP_SIGNALS:
                     name = signal.Signals(-code).name
                     hint = ", which the system does if memory runs out" if name == "SIGKILL" else ""
-                    print(f"\n[rank {rank}] error: the process was ended by {name}{hint}", file=sys.stderr, flush=True)
-        if time.monotonic() >= end:
-            for process in running.values():
-                process.kill()
-        time.sleep(POLL_SECONDS)
+                    print_line(f"\n[rank {rank}] error: the process was ended by {name}{hint}", file=sys.stderr)
+        for number in iter(lambda: stops.pop() if stops else None, None):
+            for rank in running.values():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(ranks[rank].pid, number)
     return status

@@ -144,8 +144,8 @@ def test_layouts_and_outputs_that_do_not_work(
     folder: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words[0] == "--pp_size":  # as torchrun sets them
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "1")
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
     (tmp_path / "o").write_text("results of yesterday\n")
     arguments = ["--checkpoint", folder, "--prompts", write_prompts(tmp_path / "p.txt"), "--output", tmp_path / "o"]
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *words])

@@ -90,7 +90,7 @@ def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
     signals, one = StopSignals(), torch.ones(())
 
     def stop() -> int:
-        return results.end_step(Progress(step=1), one, one, 0.1, signals.number())[1]
+        return results.end_step(Progress(step=1), one, one, 0.1, signals.received)[1]
 
     before = stop()
     if dist.get_rank() == 1:

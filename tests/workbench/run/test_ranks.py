@@ -1,0 +1,171 @@
+"""Ranks start from a clean process, end as programs do, and never outlive the program that has started them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from picotron.console import UserError
+from tests.support.program import arguments, metrics
+from workbench.run.launch import is_launched
+
+ENDS = """
+import contextlib, multiprocessing.context, os, signal, sys, time
+import torch.distributed as dist
+from picotron.console import UserError
+from workbench.run.ranks import run_ranks
+
+how, at, starts = sys.argv[1], int(sys.argv[2]), [0]
+os.environ.setdefault("LAUNCHER", str(os.getpid()))
+
+def end():
+    if how == "error":
+        raise BlockingIOError("no process is left")
+    os.kill(int(os.environ["LAUNCHER"]), int(how))
+
+def work():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        end()
+        time.sleep(1000)
+    dist.barrier()  # where no Python handler of a signal runs
+
+def start(self, real=multiprocessing.context.ForkServerProcess.start):
+    starts[0] += 1
+    if starts[0] == at:
+        end()
+    real(self)
+
+if __name__ == "__main__":
+    multiprocessing.context.ForkServerProcess.start = start
+    with contextlib.suppress(UserError):
+        run_ranks(4, work)
+    print("goes on", flush=True)
+    time.sleep(1000)  # as a notebook does
+"""
+
+AS_IN_A_NOTEBOOK = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from workbench.run.ranks import run_ranks
+
+torch.set_num_threads(2)
+torch.randn(600, 600) @ torch.randn(600, 600)  # starts threads, which a fork would lack
+torch.set_default_dtype(torch.float64)
+files = []
+
+class Sum:
+    def __init__(self, start): self.total = start
+
+def write_late(path):
+    time.sleep(0.5)
+    open(path, "w").write("late")
+
+def work():
+    torch.set_num_threads(2)
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), Sum(torch.ones(600, 600) @ torch.ones(600, 600))
+    dist.all_reduce(found.total)
+    files.append(open(f"{sys.argv[1]}/file{rank}", "w"))
+    files[0].write(f"{found.total.sum():g} {found.total.dtype} {os.environ['CELL']} {cell}")
+    threading.Thread(target=write_late, args=(f"{sys.argv[1]}/late{rank}",)).start()
+    if cell == 3:
+        sys.exit("the reason")
+
+for cell in (1, 2):
+    os.environ["CELL"] = str(cell)
+    run_ranks(2, work)
+    print(*[open(f"{sys.argv[1]}/{name}").read() for name in ("file0", "file1", "late0", "late1")], sep="; ")
+thread = threading.Thread(target=run_ranks, args=(2, lambda: print("in a thread")))
+thread.start()
+thread.join()
+cell = 3
+run_ranks(2, work)
+"""
+
+
+def processes_of(session: int) -> int:
+    table = subprocess.run(["ps", "-eo", "sid,stat"], capture_output=True, text=True, check=True).stdout
+    return sum(row.split()[0] == str(session) and "Z" not in row for row in table.splitlines())
+
+
+@pytest.mark.processes
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    """The launcher is killed, or an error ends its call, when it starts the first, second, ... rank, and afterwards."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    variables = {**os.environ, "PYTHONPATH": os.getcwd()}
+    kill, hang_up = str(int(signal.SIGKILL)), str(int(signal.SIGHUP))
+    launchers = []
+    for how, at in [(kill, 1), (kill, 2), (kill, 3), (kill, 4), (kill, 0), (hang_up, 2), ("error", 3)]:
+        words = [sys.executable, tmp_path / "ends.py", how, str(at)]
+        launchers.append(subprocess.Popen(words, stdout=subprocess.PIPE, env=variables, start_new_session=True))
+    *ended, notebook = launchers
+    assert [each.wait(120) for each in ended] == [-signal.SIGKILL] * 5 + [128 + signal.SIGHUP]
+    assert notebook.stdout.readline() == b"goes on\n"
+    time.sleep(5)
+    assert [processes_of(each.pid) for each in launchers] == [0] * 6 + [3]  # it, and what starts processes
+    notebook.kill()
+    assert notebook.stdout.read() == b""  # nobody holds the pipe any more
+
+
+@pytest.mark.processes
+def test_ranks_of_a_notebook_start_clean_and_end_as_programs(tmp_path: Path) -> None:
+    """A program from the standard input has no file, either. It has computed with threads, and SIGCHLD is ignored."""
+    words = ["sh", "-c", 'trap "" CHLD; exec "$@"', "sh", sys.executable, "-", tmp_path]
+    done = subprocess.run(words, input=AS_IN_A_NOTEBOOK, capture_output=True, text=True, timeout=240, check=False)
+    cells = [f"4.32e+08 torch.float64 {i} {i}; 4.32e+08 torch.float64 {i} {i}; late; late" for i in (1, 2)]
+    assert done.stdout.splitlines() == [*cells, "in a thread", "in a thread"]
+    assert (done.returncode, set(done.stderr.splitlines())) == (1, {"the reason"})
+
+
+@pytest.mark.processes
+def test_a_program_that_its_ranks_cannot_import_is_told_why(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("from workbench.run.ranks import run_ranks\nrun_ranks(2, print)")
+    variables = {**os.environ, "PYTHONPATH": os.getcwd()}
+    words = [sys.executable, tmp_path / "program.py"]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr.count("call run_ranks below `if __name__")) == (1, 1)
+
+
+@pytest.mark.linux
+@pytest.mark.processes
+@pytest.mark.parametrize("redirection", [">&- 2>&- <&-", "> /dev/full 2>&1"])
+def test_a_run_ends_well_without_a_log(redirection: str, home: Path, tmp_path: Path) -> None:
+    keys = arguments(tmp_path / "run", 2, 1)
+    words = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "train.py"]
+    variables = {**os.environ, "HOME": str(home)}
+    done = subprocess.run(
+        [*words, "--config", "template/base_config.json", *keys], env=variables, timeout=240, check=False
+    )
+    assert done.returncode == 0
+    assert len(metrics(tmp_path / "run")) == 4
+    assert (tmp_path / "run" / "step_00000004").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0"}, "RANK=0, but WORLD_SIZE=, which"),
+        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=, which"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x, which"),
+    ],
+)
+def test_nonsense_in_the_environment_is_an_error(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(text)):
+        is_launched()
+
+
+def test_what_other_launchers_left_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert not is_launched()
+    assert not {"WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys()
