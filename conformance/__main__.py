@@ -134,7 +134,7 @@ def main() -> int:
             return 0
         for row in checker.judge_cases(options.judge) if options.judge else (checker.check(*each) for each in plan):
             rows.append(row)
-            print(row, flush=True)
+            print(printable(str(row)), flush=True)
     counts = Counter(row.verdict for row in rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

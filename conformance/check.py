@@ -22,7 +22,7 @@ from conformance.export import check_export, read_weights
 from conformance.precision import check_precision
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, run_reference
-from conformance.result import Result, read_outcome
+from conformance.result import Result, first_line, read_outcome
 from conformance.rounding import limits_of
 from conformance.trace import Trace
 from conformance.trace_precision import least_accurate, twin_of, write_twin
@@ -30,7 +30,16 @@ from conformance.trace_recorder import Record, Recorder
 
 EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered", "crashed", "hangs"
 KNOWN = "known"  # a difference, a crash or a hang of which the adapter's KNOWN gives the reason
+MOST = 10_000  # ranks, steps and other numbers of a case
 LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|socket")
+
+
+def outcome_of(path: Path) -> tuple[str, Any]:
+    """Read the outcome of a rank. One that cannot be read is a crash."""
+    try:
+        return read_outcome(path)
+    except Exception as error:
+        return CRASHED, f"{path.name} cannot be read: {first_line(error)}"
 
 
 @dataclasses.dataclass
@@ -167,13 +176,25 @@ class Checker:
     def judge_cases(self, folder: Path) -> Iterator[Row]:
         """Judge what ranks have written into a folder of `write_cases`."""
         for each in sorted(folder.glob("*/1")):
-            cases = [Case.read(path) for path in sorted(each.parent.iterdir())]
-            row = Row(cases[0].chapter, cases[0].layout)
-            for case in cases:
-                if row.verdict == EQUAL:
-                    self.judge(case, row)
-            self.compare_with_known(row)
+            row = Row(each.parent.name, "")
+            try:
+                self.judge_folder(each.parent, row)
+            except Exception as error:  # of files that others have written, or damaged
+                row.verdict, row.detail = CRASHED, f"{each.parent.name} cannot be judged: {first_line(error)}"
             yield row
+
+    def judge_folder(self, folder: Path, row: Row) -> None:
+        for path in folder.rglob("*"):
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")
+        cases = [Case.read(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        row.chapter, row.layout = cases[0].chapter, cases[0].layout
+        for case in cases:
+            if max(case.world_size, case.micro_batches, case.last_step, case.total_steps, case.new_tokens) > MOST:
+                raise ValueError("case.json has other numbers than were written")
+            if row.verdict == EQUAL:
+                self.judge(case, row)
+        self.compare_with_known(row)
 
     def start(self, case: Case, adapter: Path | None = None) -> None:
         """Run the ranks of a case. Their outcomes are files in its folder."""
@@ -189,7 +210,7 @@ class Checker:
     def judge(self, case: Case, row: Row) -> None:
         """Read the outcomes of the ranks, and compare them with the reference."""
         paths = {rank: case.folder / f"rank{rank}.safetensors" for rank in range(case.world_size)}
-        outcomes = {rank: read_outcome(path) for rank, path in paths.items() if path.exists()}
+        outcomes = {rank: outcome_of(path) for rank, path in paths.items() if path.exists()}
         found = [outcome for outcome in outcomes.values() if outcome[0] == NOT_OFFERED]
         if found:
             row.verdict, row.detail = found[0]
@@ -211,8 +232,7 @@ class Checker:
             try:
                 difference = self.compare(case, results, row, *right)
             except Exception as error:  # results of any kind, or a model folder that transformers cannot load
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first}"
+                row.verdict, row.detail = DIFFERS, f"the results cannot be compared: {first_line(error)}"
             if self.trace:
                 if not (reason := why_untraced(case)):
                     row.trace, row.wrong = self.traced(case, results, right[0], difference)
@@ -224,7 +244,7 @@ class Checker:
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
         path = case.folder / f"rank{rank}.stack"
-        stack = path.read_text() if path.exists() else ""
+        stack = path.read_text(errors="replace") if path.exists() else ""
         lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
         if self.server is not None and not stack:  # under another launcher, it can also be waiting
             return f"rank {rank} has ended its process"

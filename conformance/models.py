@@ -79,7 +79,9 @@ def write_model(folder: Path, config: PretrainedConfig) -> None:
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load transformers' model from a folder, exact in float64, see `with_exact_norms`."""
-    options = {} if IS_OLD else {"experts_implementation": "eager"}  # the default one needs bfloat16
+    options = {"attn_implementation": "sdpa"}  # and not one that the folder names, for which code could be downloaded
+    if not IS_OLD:
+        options["experts_implementation"] = "eager"  # the default one needs bfloat16
     return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options))
 
 

@@ -128,4 +128,10 @@ def read_outcome(path: Path) -> tuple[str, Any]:
             return Part(file.get_tensor(x["tensor"]), tuple(x["start"])) if x.keys() == {"tensor", "start"} else x
 
         kind, what = json.loads(file.metadata()["outcome"], object_hook=decoded)
-    return kind, Result(**what) if kind == "result" else what
+    if kind not in ("result", "not offered", "crashed") or (kind != "result" and not what):
+        raise ValueError(f"{kind!r} without a result or a reason")
+    return kind, Result(**what) if kind == "result" else str(what)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

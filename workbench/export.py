@@ -47,7 +47,7 @@ def link_or_copy(path: Path, target: Path) -> None:
     """Make a hard link to a file, or a copy if it can be edited or the link is impossible, as on another disk."""
     try:
         if path.suffix == ".safetensors":
-            os.link(path, target)
+            os.link(path.resolve(), target)
             return
     except OSError:
         pass

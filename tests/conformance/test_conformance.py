@@ -5,8 +5,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pickle
 import re
+import shutil
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -294,7 +296,7 @@ def test_reports_of_known_and_unknown_differences(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.processes
 def test_a_run_of_another_launcher_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder can be moved; a rank that has not run is missed; outcomes are not pickled."""
+    """The folder can be moved; a rank that has not run is missed."""
     words = [
         "conformance",
         str(PICOTRON),
@@ -314,6 +316,62 @@ def test_a_run_of_another_launcher_is_judged(tmp_path: Path, monkeypatch: pytest
         for path in sorted((tmp_path / "moved").glob("*/*")):
             checker.start(Case.read(path))
     assert main() == 0
-    next((tmp_path / "moved").glob("*/1/rank1.safetensors")).write_bytes(pickle.dumps("untrusted"))
-    with pytest.raises(SafetensorError):
-        main()
+
+
+def save(*what: Any) -> Callable[[Path], Any]:
+    """Write an outcome whose header is JSON, with one tensor."""
+    return lambda path: save_file({"x": torch.zeros(1)}, path, {"outcome": json.dumps(what)})
+
+
+def rewrite(**changes: Any) -> Callable[[Path], Any]:
+    def write(path: Path) -> None:
+        case = path.with_name("case.json")
+        case.write_text(json.dumps(json.loads(case.read_text()) | changes))
+
+    return write
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "pickle": lambda path: path.write_bytes(pickle.dumps("untrusted")),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:60]),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: path.with_name("rank2.log").symlink_to("/etc/passwd"),
+    "no header": lambda path: save_file({"x": torch.zeros(1)}, path),
+    "nothing": save(),
+    "a list": save("result", [1]),
+    "no reason": save("crashed", ""),
+    "another kind": save("finished", "x"),
+    "a number": save("crashed", 5),
+    "no numbers": save("result", {"losses": None}),
+    "brackets": lambda path: save_file({"x": torch.zeros(1)}, path, {"outcome": "[" * 100_000}),
+    "terminal": save("crashed", "\x1b[31mred"),
+    "no case": lambda path: path.with_name("case.json").unlink(),
+    "many ranks": rewrite(layout="dp99999999"),
+    "many tokens": rewrite(new_tokens=10**9),
+    "another chapter": rewrite(chapter="../../x", extra=1),
+    "no text": lambda path: (path.unlink(), path.with_name("rank1.stack").write_bytes(b"\xff")),
+}
+
+
+@pytest.mark.processes
+def test_damaged_outcomes_cost_one_row_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of another machine: each damage is a verdict, rows beside it are judged, and nothing else is read."""
+    with Checker(PICOTRON.resolve()) as checker:
+        (case,) = checker.write_cases(checker.plan(["step"], ["dp2"]), tmp_path / "cases")
+        checker.start(case)
+    (row,) = (tmp_path / "cases").iterdir()
+    for name, damage in DAMAGES.items():
+        shutil.copytree(row, tmp_path / "cases" / name)
+        damage(tmp_path / "cases" / name / "1" / "rank1.safetensors")
+    report = str(tmp_path / "report.xml")
+    monkeypatch.setattr(sys, "argv", ["conformance", "--judge", str(tmp_path / "cases"), "--junit", report])
+    assert main() == 1
+    output = capsys.readouterr().out
+    assert len(re.findall("^equal", output, re.MULTILINE)) == 1
+    assert len(re.findall("^(crashed|hangs|differs)", output, re.MULTILINE)) == len(DAMAGES)
+    assert "\x1b" not in output
+    assert "root:" not in Path(report).read_text()

@@ -136,6 +136,8 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
     (tmp_path / "first" / "step_00000005").rename(tmp_path / "start")
     run(pool, config, model_of(False), tokenizer)
     checkpoint, folder = tmp_path / "my run" / "step_00000010", tmp_path / "model"
+    (checkpoint / "model.safetensors").rename(tmp_path / "blob")
+    (checkpoint / "model.safetensors").symlink_to("../../blob")  # as in the hub's cache
     export(checkpoint, folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(("exp_avg", "master", "trainer_state"))]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (folder, checkpoint))
