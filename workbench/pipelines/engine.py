@@ -28,6 +28,9 @@ from workbench.run import layout_checks
 from workbench.schedules.schedules import forward_only
 
 
+LOADED = 64  # micro-batches of an evaluation that are in memory, so that it may have any number
+
+
 class BatchList:
     """A data loader of micro-batches in a list, for one step."""
 
@@ -109,7 +112,7 @@ def run_loop(
 
 def make_evaluation(config: Config, plan: SchedulePlan, device: torch.device) -> Step:
     """Return a function that computes the mean loss over the loader's next micro-batches: an `Executor` of a schedule
-    that has only forwards, for any number of micro-batches.
+    that has only forwards, for at most LOADED micro-batches at a time.
     """
     schedule = plan.schedule
 
@@ -118,6 +121,10 @@ def make_evaluation(config: Config, plan: SchedulePlan, device: torch.device) ->
         return Executor(forward_only(schedule.pp, micro_batches, schedule.chunks, schedule.placement))
 
     def evaluate(model: Any, data_loader: Any) -> Tensor:
-        return executor(data_loader.grad_acc_steps)(model, data_loader, device)
+        loss, count = torch.zeros((), device=device), data_loader.grad_acc_steps
+        for done in range(0, count, LOADED):
+            batches = [next(data_loader) for _ in range(min(LOADED, count - done))]
+            loss = loss + executor(len(batches))(model, BatchList(batches), device) * (len(batches) / count)
+        return loss
 
     return evaluate
