@@ -94,7 +94,8 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights, in the parts of the wrapper."""
-        assert closure is None
+        if closure:
+            raise UserError("picotron's AdamW calls no closure; compute the gradients before `step()`")
         self.model.finish_grad_sync()
         for part in self.model.parts():
             self.update(part)
@@ -234,7 +235,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     if shares := squared_norms(model):
         square = torch.stack([*shares.values()]).sum()
     all_reduce(square, None)
-    norm = square.sqrt().to(accumulation_dtype(next(model.parameters(), square)))
+    norm = square.sqrt().to(accumulation_dtype(next(model.parameters(), square)).to_real())
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -262,9 +263,9 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
     shapes = {
         "constant": lambda progress: 1.0,
         "linear": lambda progress: low + (1 - low) * (1 - progress),
-        "wsd": lambda progress: low + (1 - low) * (1 - progress),
         "cosine": lambda progress: low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)),
     }
+    shapes["wsd"] = shapes["linear"]
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from conformance.fuzz.habits import HOOKS, RULES, Habits, drawn
 from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
@@ -33,7 +36,9 @@ D = 6
 
 
 class Net(nn.Module):
-    """Layers in a list, of which two may share a matrix, and perhaps a head, a scalar and an unused layer beside it."""
+    """Layers in a list, of which two may share a matrix, and one may have weights that are computed from others (a
+    parametrization); beside it perhaps a head, a scalar and an unused layer, and two buffers.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -43,9 +48,14 @@ class Net(nn.Module):
         self.head = nn.Linear(D, 2) if kind == "outside" else None
         self.scale = nn.Parameter(torch.ones(())) if kind == "outside" else None
         self.unused = nn.Linear(2, 2) if kind != "shared" else None
+        if kind == "computed":
+            weight_norm(self.layers[2])
+        self.register_buffer("shift", torch.full((), 0.3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
+        self.calls += 1
+        x = self.layers(x + self.shift)
         return x if self.head is None else self.head(x) * self.scale
 
 
@@ -53,10 +63,6 @@ def net_of(kind: str) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Net(kind).double()
-
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ----------------------------------------------------------------------------------------- what runs a loss's backward
@@ -122,6 +128,11 @@ def recomputed(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
     return plain(lambda x: checkpoint(call, x.requires_grad_(), use_reentrant=False), net, x, share)
 
 
+def functional(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+    weights = {name: 0.9 * parameter for name, parameter in net.named_parameters()}
+    return plain(lambda x: functional_call(net, weights, (x,)), net, x, share)
+
+
 def without_wrapper(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
     return plain(net, net, x, share)
 
@@ -140,6 +151,7 @@ LOSSES = [
     penalty,
     regularised,
     recomputed,
+    functional,
     without_wrapper,
     one_layer,
 ]
@@ -149,7 +161,7 @@ LOSS_OF = {function.__name__: function for function in LOSSES}
 # --------------------------------------------------------------------------------------------------------- both sides
 
 
-class Bare:
+class Bare(Habits):
     """The module on one process, which has the data of all ranks."""
 
     def __init__(self, program: dict[str, Any]) -> None:
@@ -161,8 +173,15 @@ class Bare:
         self.prepare(program["engine"])
 
     def prepare(self, engine: str) -> None:
-        self.optimizer = torch_adamw(self.net.parameters(), TRAINING)
+        self.optimizer = self.optimizer_of_torch()
         self.zero("optimizer")
+
+    def optimizer_of_torch(self) -> torch.optim.Optimizer:
+        rule = self.program["rule"]
+        return RULES[rule](self.net.parameters()) if rule else torch_adamw(self.net.parameters(), TRAINING)
+
+    def second_program(self) -> dict[str, Any]:
+        return self.program | {"net": "inside", "optimizer": "wrapper", "rule": None, "frozen": [], "engine": "bucket"}
 
     @property
     def ranks(self) -> list[int]:
@@ -222,6 +241,9 @@ class Bare:
     def close_and_wrap(self, engine: str) -> None:
         self.prepare(engine)
 
+    def lay_out(self, engine: str, dp: int) -> None:
+        self.prepare(engine)
+
     def reload(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
@@ -231,7 +253,7 @@ class Bare:
 
     def load(self, seed: int) -> None:
         weights = {name: p.shape for name, p in self.net.named_parameters(remove_duplicate=False)}
-        self.net.load_state_dict({name: 0.3 * drawn(seed, *shape) for name, shape in weights.items()})
+        self.net.load_state_dict({name: 0.3 * drawn(seed, *shape) for name, shape in weights.items()}, strict=False)
 
     def assign(self, how: str, seed: int) -> None:
         parameters = list(self.net.parameters())
@@ -245,16 +267,20 @@ class Bare:
                 with torch.no_grad():
                     p.copy_(value)
 
+    def parameter(self, name: str) -> nn.Parameter:
+        found = dict(self.net.named_parameters(remove_duplicate=False))
+        return found[name] if name in found else found["layers.2.parametrizations.weight.original1"]
+
     def freeze(self, name: str) -> None:
-        self.net.get_parameter(name).requires_grad_(False).grad = None
+        self.parameter(name).requires_grad_(False).grad = None
 
     def unfreeze(self, name: str) -> None:
-        parameter = self.net.get_parameter(name).requires_grad_()
+        parameter = self.parameter(name).requires_grad_()
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
     def halve(self, name: str) -> None:
-        if (parameter := self.net.get_parameter(name)).requires_grad:
+        if (parameter := self.parameter(name)).requires_grad:
             parameter.register_hook(lambda gradient: gradient / 2)
 
     def look(self) -> None:
@@ -268,13 +294,14 @@ class Wrapped(Bare):
         self.model = WRAPPERS[engine](self.net)
         kind = self.program["optimizer"]
         if kind in ("torch", "recipe"):
-            self.optimizer = torch_adamw(self.model.parameters(), TRAINING)
+            self.optimizer = self.optimizer_of_torch()
         else:
             self.optimizer = AdamW(self.net if kind == "module" else self.model, TRAINING, fused=False)
 
     @property
     def ranks(self) -> list[int]:
-        return [pgm.process_group_manager.dp_rank]
+        grid = pgm.process_group_manager
+        return list(range(self.program["ranks"]))[grid.dp_rank :: grid.dp_world_size]
 
     @property
     def call(self) -> nn.Module:
@@ -323,8 +350,15 @@ class Wrapped(Bare):
         self.model.close()
         self.prepare(engine)
 
+    def lay_out(self, engine: str, dp: int) -> None:
+        """Go on in a layout of other sizes, in which tp ranks have the same data."""
+        self.model.close()
+        dp = min(dp, self.program["ranks"])
+        setup_process_group_manager(self.program["ranks"] // dp, 1, 1, dp)
+        self.prepare(engine)
+
     def unfreeze(self, name: str) -> None:
-        self.net.get_parameter(name).requires_grad_()
+        self.parameter(name).requires_grad_()
 
     def assign(self, how: str, seed: int) -> None:
         try:
@@ -401,11 +435,13 @@ def draw_program(dice: random.Random) -> Case:
             operations += draw_event(dice, engines, states)
         operations += draw_step(dice, states)
     frozen = [dice.choice(NAMES)] if dice.random() < 0.15 else []
+    optimizer = "wrapper" if states else dice.choice(("wrapper",) * 8 + ("module", "torch", "recipe", "recipe"))
     return {
         "ranks": ranks,
         "engine": dice.choice(engines),
-        "net": dice.choice(("inside", "outside", "shared")),
-        "optimizer": "wrapper" if states else dice.choice(("wrapper",) * 8 + ("module", "torch", "recipe", "recipe")),
+        "net": dice.choice(("inside", "outside", "shared", "computed")),
+        "optimizer": optimizer,
+        "rule": dice.choice((None, *RULES)) if optimizer == "recipe" else None,
         "states": states,
         "frozen": frozen,
         "operations": operations,
@@ -452,6 +488,16 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
             [[dice.choice(("freeze", "unfreeze")), name]],
             [["halve", name]],
             [["look"]],
+            [["average"]],
+            [["twin", dice.choice(("copied", "copied", "saved", "wrapped")), seed]],
+            [["hook", dice.choice(list(HOOKS))]],
+            [["count_steps"]],
+            [["vector"]],
+            [["cast"]],
+            [["compute", dice.choice(("pruned", "parametrized"))]],
+            [["fails", dice.choice(("forward", "backward")), seed]],
+            [["second", seed]],
+            [["lay_out", dice.choice(engines), dice.choice((1, 2))]],
         ]
     )
 
@@ -459,7 +505,7 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
 def smaller_programs(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
     program = case["program"]
-    simple = {"ranks": 1, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"}
+    simple = {"ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"}
     for key, value in simple.items():
         if program[key] != value:
             yield {"program": program | {key: value}}

@@ -50,6 +50,9 @@ class Guard:
         vars(self.wrapper.module).pop("zero_grad", None)
         self.wrapper.register_forward_pre_hook(refuse)
 
+    def __reduce__(self) -> Any:
+        raise UserError("a wrapper cannot be copied or saved; use the module in it, or with ZeRO-3, before it is wrapped")
+
     def before_forward(self, *_: Any) -> None:
         grid = pgm.process_group_manager
         if grid is not self.grid and str(grid) != str(self.grid):
@@ -114,9 +117,6 @@ class ZeroGrad:
     def __call__(self, set_to_none: bool = True) -> None:
         self.wrapper.zero_grad()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return zero_grad_of(memo[id(self.module)])
-
     def __reduce__(self) -> Any:
         return zero_grad_of, (self.module,)
 
@@ -138,7 +138,7 @@ def check_not_replaced(parameters: Iterable[Tensor], buffer: Tensor, module: nn.
     for parameter in parameters:
         if parameter.untyped_storage()._cdata != memory:
             raise UserError(
-                f"{names_of(module)[parameter]}.data has been replaced, but ZeRO keeps the weights in its own buffers; change "
+                f"{names_of(module).get(parameter, 'a weight')}.data has been replaced, but ZeRO keeps the weights in its own buffers; change "
                 f"weights before the module is wrapped, or, with zero1, in place, by copy_ in torch.no_grad()"
             )
 

@@ -142,7 +142,7 @@ class PipelineParallel(nn.Module):
         Returns:
             Gradient of the input, for the previous stage; None on the first stage.
         """
-        if not isinstance(output_tensor, Tensor) or output_tensor.requires_grad:  # not so if a first stage is frozen
+        if isinstance(output_tensor, GradientEdge) or output_tensor.requires_grad:  # not so if a first stage is frozen
             torch.autograd.backward(output_tensor, output_tensor_grad)
         if input_tensor is None:
             return None
@@ -159,8 +159,7 @@ def forward_step(
         The stage's output. On the last stage, it is the mean loss divided by the number of micro-batches, so that the
         gradients add up to those of the mean over all micro-batches; it is also appended to `losses`.
     """
-    batch = next(data_loader) | {"hidden_states": input_tensor}
-    output_tensor = model(**batch)
+    output_tensor = model(**next(data_loader) | {"hidden_states": input_tensor})
     if pgm.process_group_manager.pp_is_last_stage:
         output_tensor = output_tensor / data_loader.grad_acc_steps
         losses.append(output_tensor.detach())
@@ -169,9 +168,9 @@ def forward_step(
 
 def graph_of(y: Tensor) -> Tensor | GradientEdge:
     """Return what backward needs of an output: its edge in the graph, so that its memory is free once it is sent.
-    (Megatron-LM's `deallocate_pipeline_outputs` frees as much.)
+    (Megatron-LM's `deallocate_pipeline_outputs` frees as much.) A loss, of one number, stays.
     """
-    return get_gradient_edge(y) if y.requires_grad else y
+    return get_gradient_edge(y) if y.requires_grad and y.ndim else y
 
 
 def shapes_of(tensor_shapes: Shapes, micro_batches: int) -> Any:

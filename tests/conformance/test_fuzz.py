@@ -42,7 +42,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
 def program_of(*operations: list[Any], **changes: Any) -> Case:
     """Return a program on one rank, see `draw_program`."""
     program = {"ranks": 1, "engine": "bucket", "net": "inside", "optimizer": "wrapper", "states": None, "frozen": []}
-    return {"program": program | changes | {"operations": list(operations)}}
+    return {"program": {"rule": None} | program | changes | {"operations": list(operations)}}
 
 
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
@@ -87,6 +87,12 @@ CORNERS: dict[str, Case] = {
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),
     "every backward reduces on one rank": program_of(BACKWARD, BACKWARD, STEP, ZERO, BACKWARD, BACKWARD),
+    "torch's habits": program_of(
+        *(["hook", "backward"], ["count_steps"], ["compute", "parametrized"], ["average"], ["twin", "copied", 5]),
+        *(BACKWARD, ["second", 3], STEP, ZERO, ["fails", "backward", 2], BACKWARD, STEP, ZERO, ["average"]),
+        *(["lay_out", "zero1", 1], BACKWARD, ["clip", 0.1], STEP, ZERO, ["lay_out", "zero3", 2], BACKWARD),
+        ranks=2,
+    ),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
     ),
@@ -127,6 +133,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
         program_of(["unfreeze", "layers.0.bias"], BACKWARD, STEP, frozen=["layers.0.bias"]),
         "was unfrozen after",
     ),
+    "copy of a wrapper": (program_of(["twin", "wrapped", 1]), "a wrapper cannot be copied or saved"),
+    "copy with zero3": (program_of(["average"], engine="zero3"), "with ZeRO-3, before it is wrapped"),
     "frozen": (program_of(["freeze", "layers.0.bias"], BACKWARD, STEP), "was frozen after"),
 }
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from picotron.console import UserError
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
-from workbench.pipelines.modules import Message, tensors
 from workbench.schedules.actions import Schedule
+from workbench.schedules.schedules import forward_only
 
 
 class WholeBatchStep:
@@ -27,7 +28,8 @@ class WholeBatchStep:
         schedule: that of the pipeline, or one with forwards only, see `forward_only`.
         model: a `Pipeline` in a `DataParallel`.
         device: where messages arrive.
-        loss_fn: function of the last stage's output and of a micro-batch's `target`, which returns its mean loss.
+        loss_fn: function of the last stage's output and of a micro-batch's `target`, which returns its mean loss; None:
+            the step has only forwards.
         dims: for arguments by name, or by place, the dimension along which they are cut; None for one that all
             micro-batches get whole. By default, tensors are cut along dimension 0, and others are not cut.
         output_dim: dimension along which outputs are joined.
@@ -38,16 +40,16 @@ class WholeBatchStep:
         schedule: Schedule,
         model: Any,
         device: torch.device,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
         dims: Mapping[str | int, int | None] | None = None,
         output_dim: int = 0,
     ) -> None:
+        if loss_fn is None:
+            schedule = forward_only(schedule.pp, schedule.micro_batches, schedule.chunks, schedule.placement)
         self.executor, self.model, self.device, self.loss_fn = Executor(schedule), model, device, loss_fn
         self.dims, self.output_dim, self.micro_batches = dims or {}, output_dim, schedule.micro_batches
 
-    def __call__(
-        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
-    ) -> Message | None:
+    def __call__(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the step.
 
         Args:
@@ -57,17 +59,23 @@ class WholeBatchStep:
             losses: list that gets the loss of each micro-batch on the rank with the last stage.
 
         Returns:
-            The outputs of the last stage, joined, on its rank; None on the others.
+            The outputs of the last stage, with their tensors joined, on its rank; None on the others.
 
         Raises:
-            UserError: an argument cannot be divided evenly, so that the mean of the losses would not be that of the
-                batch.
+            UserError: `losses` is no list, or an argument cannot be divided evenly, so that the mean of the losses
+                would not be that of the batch.
         """
-        outputs: dict[int, Message] = {}  # by micro-batch
+        if losses is not None and not isinstance(losses, list):
+            raise UserError(
+                f"losses should be a list, which gets the loss of each micro-batch, not {type(losses).__name__}"
+            )
+        outputs: dict[int, Any] = {}  # by micro-batch
         found: dict[int, Tensor] = {}
 
-        def loss(i: int, output: Message) -> Tensor:
-            outputs[i] = output.detach() if isinstance(output, Tensor) else tuple(y.detach() for y in output)
+        def loss(i: int, output: Any) -> Tensor:
+            outputs[i] = tree_map_only(Tensor, torch.detach, output)
+            if self.loss_fn is None:
+                return torch.zeros(())
             value = self.loss_fn(output, targets[i])
             found[i] = value.detach()
             return value
@@ -85,9 +93,18 @@ class WholeBatchStep:
             losses[:] = [found[i] for i in sorted(found)]
         if not outputs:
             return None
-        parts = zip(*(tensors(outputs[i]) for i in sorted(outputs)), strict=True)
-        joined = tuple(torch.cat(each, self.output_dim) for each in parts)
-        return joined[0] if isinstance(outputs[0], Tensor) else joined
+        return tree_map(self.joined, *(outputs[i] for i in sorted(outputs)))
+
+    def joined(self, *parts: Any) -> Any:
+        """Join what all micro-batches have at one place of their outputs."""
+        first, *others = parts
+        if isinstance(first, Tensor):
+            return torch.cat(parts, self.output_dim) if first.ndim > 0 else torch.stack(parts)
+        if isinstance(first, int | float | str | None) and all(other == first for other in others):
+            return first
+        raise UserError(
+            f"the last stage returns {first!r}, which cannot be joined; use tensors, or tuples, lists or dictionaries of them"
+        )
 
     def cut(self, name: str | int, value: Any) -> list[Any]:
         """Return the parts of an argument for the micro-batches."""

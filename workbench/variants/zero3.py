@@ -227,10 +227,12 @@ class DataParallelZero3(DataParallel):
         self.keeps = False
 
     def close(self) -> None:
-        self._finish_reduction()
-        for unit in self.units:
-            unit.gather()
-        super().close()
+        try:
+            self._finish_reduction()
+            for unit in self.units:
+                unit.gather()
+        finally:
+            super().close()
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         return []  # units take their place

@@ -100,3 +100,43 @@ def uneven() -> None:
 
 def test_an_argument_that_cannot_be_divided_is_an_error(pool: WorkerPool) -> None:
     pool.run(uneven, 2)
+
+
+class DictStage(Stage):
+    """A last stage with outputs of several kinds, as models of Hugging Face have."""
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Any:
+        y = super().forward(x, mask, scale)
+        return {"logits": y, "both": (y * 2, None), "sum": y.sum()}
+
+
+def of_other_kinds() -> Any:
+    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
+    stages, x, target, batch = stages_and_batch(1)
+    last = DictStage()
+    last.load_state_dict(stages[1].state_dict())
+    schedule = build("1f1b", 2, M)
+    pipeline = Pipeline({0: stages[0], 1: last}, lambda *_: torch.empty_like(x[:2], device="meta"), schedule)
+    model, dims = DataParallelBucket(pipeline), {"scale": 1, "mask": None}
+    step = WholeBatchStep(schedule, model, CPU, lambda y, target: F.mse_loss(y["logits"], target), dims)
+    found = step(x, target=target, **batch)
+    gradients = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
+    with pytest.raises(UserError, match="should be a list"):
+        step(x, target=target, losses=(), **batch)
+    only_outputs = WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch)
+    return found, gradients, only_outputs
+
+
+def test_outputs_of_any_kind_are_joined_and_a_loss_is_not_needed(pool: WorkerPool) -> None:
+    stages, x, target, batch = stages_and_batch(1)
+    y = stages[1](stages[0](x, **batch), **batch)
+    F.mse_loss(y, target).backward()
+    first, (outputs, _, again) = pool.run(of_other_kinds, 2)
+    assert first[0] is None
+    for gradient, parameter in zip(first[1], stages[0].parameters(), strict=True):
+        assert_close(gradient, parameter.grad)
+    for found in (outputs, again):
+        assert_close(found["logits"], y.detach())
+        assert_close(found["both"][0], 2 * y.detach())
+        assert_close(found["sum"], torch.stack([part.sum() for part in y.detach().chunk(M)]))
+    assert outputs["both"][1] is None
