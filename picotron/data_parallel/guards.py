@@ -51,7 +51,9 @@ class Guard:
         self.wrapper.register_forward_pre_hook(refuse)
 
     def __reduce__(self) -> Any:
-        raise UserError("a wrapper cannot be copied or saved; use the module in it, or with ZeRO-3, before it is wrapped")
+        raise UserError(
+            "a wrapper cannot be copied or saved; use the module in it, or with ZeRO-3, before it is wrapped"
+        )
 
     def before_forward(self, *_: Any) -> None:
         grid = pgm.process_group_manager
