@@ -93,6 +93,9 @@ CORNERS: dict[str, Case] = {
         *(["lay_out", "zero1", 1], BACKWARD, ["clip", 0.1], STEP, ZERO, ["lay_out", "zero3", 2], BACKWARD),
         ranks=2,
     ),
+    "a hook that reads weights, zero3": program_of(
+        *(["compute", "pruned"], ["close_and_wrap", "zero3"], ["forward", "no_grad", 31], BACKWARD), ranks=2
+    ),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
     ),

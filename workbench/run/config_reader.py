@@ -156,6 +156,13 @@ def parse_config(data: dict[str, Any]) -> Config:
         raise UserError(*map(_sentence, error.errors())) from None
     if problems := list(conflicts(config)):
         raise UserError(*problems)
+    try:
+        os.fsencode(json.dumps(config.model_dump(mode="json"), ensure_ascii=False))
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the config has {error.object[error.start]!r}, but names of files have the encoding {error.encoding} in this "
+            f"locale; set PYTHONUTF8=1"
+        ) from None
     return config
 
 

@@ -70,8 +70,8 @@ def is_launched() -> bool:
     for name in NUMBERS:
         if not found.get(name, "").isdecimal():
             raise UserError(
-                f"the environment has RANK={found['RANK']}, but {name}={found.get(name, '')}, which should be a number; "
-                f"unset RANK, or let torchrun start the processes, which sets all variables"
+                f"RANK is set in the environment, but {name}={found.get(name, '')!r} is no number; unset RANK, or let "
+                f"torchrun start the processes, which sets all variables"
             )
     return True
 

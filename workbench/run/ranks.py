@@ -24,7 +24,7 @@ import torch.distributed as dist
 from picotron.console import UserError, first_line
 from workbench.console import print_line
 from workbench.run.fork_server import STOP_SIGNALS, start_fork_server
-from workbench.run.launch import exit_on_error, is_launched, logger, set_up_logging
+from workbench.run.launch import exit_on_error, is_launched, logger, set_log_level, set_up_logging
 
 GRACE_SECONDS = 30.0  # for the other ranks, after one has ended with a stop signal; torchrun waits as long
 POLL_SECONDS = 0.05
@@ -109,8 +109,7 @@ def _run_rank(environment: dict[str, str], log: bool, call: bytes) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has closed it, and a user may type
-    if log:
-        set_up_logging()
+    set_up_logging() if log else set_log_level()
 
     def main() -> None:
         function, dtype, seed = pickle.loads(call)

@@ -214,7 +214,7 @@ class DataParallelZero3(DataParallel):
                     functools.partial(self._before_forward, number),
                     functools.partial(self._after_forward, number),
                 )
-                self.hooks += [each.register_forward_pre_hook(before), each.register_forward_hook(after)]
+                self.hooks += [each.register_forward_pre_hook(before, prepend=True), each.register_forward_hook(after)]
         self._take_gradients_of(p for p in self.unit_of if p.requires_grad)
         for each in module.modules():
             self.hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))

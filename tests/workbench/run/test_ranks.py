@@ -150,9 +150,9 @@ def test_a_run_ends_well_without_a_log(redirection: str, home: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"RANK": "0"}, "RANK=0, but WORLD_SIZE=, which"),
-        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=, which"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x, which"),
+        ({"RANK": "0"}, "WORLD_SIZE='' is no number"),
+        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' is no number"),
     ],
 )
 def test_nonsense_in_the_environment_is_an_error(
