@@ -90,6 +90,7 @@ class Habits:
             optimizer.step()
             (twin if how == "saved" else optimizer).zero_grad()
             self.note(loss.detach())
+        self.seen.clear()  # by hooks of the copy
 
     def hook(self, kind: str) -> None:
         HOOKS[kind](self.net.get_submodule("layers.2"))
