@@ -21,7 +21,7 @@ def start_fork_server(modules: Sequence[str]) -> None:
         try:
             os.fstat(stream)
         except OSError:  # closed by a shell or a daemon: the next file would be taken for it
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     multiprocessing.set_forkserver_preload(["workbench.run.preload"])
     resource_tracker.ensure_running()  # first, because it unblocks signals
     variables, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

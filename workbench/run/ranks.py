@@ -68,13 +68,11 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
             "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
             "TORCHELASTIC_RUN_ID": "run_ranks", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
         }  # fmt: skip
-        context, call = (
-            multiprocessing.get_context("forkserver"),
-            _pickled((function, torch.get_default_dtype(), torch.get_rng_state())),
-        )
+        call = _pickled((function, torch.get_default_dtype(), torch.get_rng_state()))
+        context = multiprocessing.get_context("forkserver")
         for rank in range(count):
-            environment = os.environ | {key: str(value) for key, value in variables.items()}
-            arguments = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, bool(logger.handlers), call
+            own = {key: str(value) for key, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            arguments = os.environ | own, bool(logger.handlers), call
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")
             process.start()
             ranks.append(process)
@@ -145,7 +143,8 @@ def _wait(ranks: list[Any], stops: list[int]) -> int:
                     name = signal.Signals(-code).name
                     hint = ", which the system does if memory runs out" if name == "SIGKILL" else ""
                     print_line(f"\n[rank {rank}] error: the process was ended by {name}{hint}", file=sys.stderr)
-        for number in iter(lambda: stops.pop() if stops else None, None):
+        while stops:
+            number = stops.pop()
             for rank in running.values():
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(ranks[rank].pid, number)
