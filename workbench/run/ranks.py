@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -35,8 +38,8 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
     """Call a function on `count` ranks, which are new processes: forks of a clean one, so that this one may have
     computed, or used a GPU. With one rank, or if torchrun has started this process, call it here.
 
-    As with `multiprocessing`, each rank imports the file of the program, whose call of `run_ranks` therefore belongs
-    below `if __name__ == "__main__":`. From a notebook, ranks get the function with the variables that it names. Ranks
+    If the file of the program has a line `if __name__ == "__main__":`, below which it calls this, each rank imports it,
+    as with `multiprocessing`. Else, as from a notebook, ranks get the function with the variables that it names. Ranks
     have this process's environment variables, folder, and torch's seed and default dtype.
 
     A stop signal is passed on to all ranks. If a rank fails, the others are killed, so that its error is the last thing
@@ -48,16 +51,10 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
     """
     if is_launched() or count == 1:
         return function()
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        time.sleep(0 if multiprocessing.current_process().name == "rank 0" else 3)  # one of them prints the error
-        text = 'error: each rank imports this program; call run_ranks below `if __name__ == "__main__":`'
-        print_line(text, file=sys.stderr)
-        os._exit(1)
-    if not os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):  # a notebook, or the standard input
-        vars(sys.modules["__main__"]).pop("__file__", None)
     ranks: list[Any] = []
     handlers: dict[int, Any] = {}
     stops: list[int] = []
+    program = sys.modules["__main__"]
     try:
         if threading.current_thread() is threading.main_thread():  # others may not handle signals
             for number in (*STOP_SIGNALS, signal.SIGUSR2):  # which prints stacks
@@ -68,14 +65,17 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
             "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
             "TORCHELASTIC_RUN_ID": "run_ranks", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
         }  # fmt: skip
-        call = _pickled((function, torch.get_default_dtype(), torch.get_rng_state()))
+        payload = _payload(function, program)
+        if not _has_guard(program):
+            sys.modules["__main__"] = ModuleType("__main__")  # so that ranks do not import it
         context = multiprocessing.get_context("forkserver")
         for rank in range(count):
             own = {key: str(value) for key, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            arguments = os.environ | own, bool(logger.handlers), call
+            arguments = os.environ | own, bool(logger.handlers), payload
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")
             process.start()
             ranks.append(process)
+        sys.modules["__main__"] = program
         status = _wait(ranks, stops)
     except (OSError, EOFError, dist.DistError) as error:
         raise UserError(
@@ -83,6 +83,7 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
             f"loopback interface"
         ) from error
     finally:
+        sys.modules["__main__"] = program
         for process in ranks:
             process.kill()
         for process in ranks:
@@ -93,14 +94,25 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
         sys.exit(status)
 
 
-def _pickled(value: Any) -> bytes:
-    if hasattr(sys.modules["__main__"], "__file__"):  # else ranks cannot import it
-        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):  # a lambda, or a local function
-            return pickle.dumps(value)
-    return cloudpickle.dumps(value)
+def _payload(function: Callable[[], None], program: ModuleType) -> bytes:
+    call = function, torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        if _has_guard(program):
+            with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):  # a lambda, or a local function
+                return pickle.dumps(call)
+        return cloudpickle.dumps(call)
+    except (TypeError, pickle.PicklingError) as error:
+        raise UserError(
+            f"{function} cannot be sent to the ranks ({first_line(error)}); let it make what it needs itself"
+        ) from error
 
 
-def _run_rank(environment: dict[str, str], log: bool, call: bytes) -> None:
+def _has_guard(program: ModuleType) -> bool:
+    path = Path(getattr(program, "__file__", ""))
+    return path.is_file() and re.search("^if __name__", path.read_text(errors="replace"), re.MULTILINE) is not None
+
+
+def _run_rank(environment: dict[str, str], log: bool, payload: bytes) -> None:
     """Call a function in a new process, and end as a program does, which a fork does not by itself."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     multiprocessing.set_start_method(None, force=True)  # the default again, as for any program
@@ -110,7 +122,7 @@ def _run_rank(environment: dict[str, str], log: bool, call: bytes) -> None:
     set_up_logging() if log else set_log_level()
 
     def main() -> None:
-        function, dtype, seed = pickle.loads(call)
+        function, dtype, seed = pickle.loads(payload)
         torch.set_default_dtype(dtype)
         torch.set_rng_state(seed)
         function()

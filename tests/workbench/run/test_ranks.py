@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from picotron.console import UserError
 from tests.support.program import arguments, metrics
 from workbench.run.launch import is_launched
+from workbench.run.ranks import run_ranks
 
 ENDS = """
 import contextlib, multiprocessing.context, os, signal, sys, time
@@ -114,22 +116,26 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ranks_of_a_notebook_start_clean_and_end_as_programs(tmp_path: Path) -> None:
-    """A program from the standard input has no file, either. It has computed with threads, and SIGCHLD is ignored."""
-    words = ["sh", "-c", 'trap "" CHLD; exec "$@"', "sh", sys.executable, "-", tmp_path]
-    done = subprocess.run(words, input=AS_IN_A_NOTEBOOK, capture_output=True, text=True, timeout=240, check=False)
+@pytest.mark.parametrize("file", ["-", "program.py"])
+def test_ranks_of_a_notebook_start_clean_and_end_as_programs(file: str, tmp_path: Path) -> None:
+    """Its program has no file, or one without a guard. It has computed with threads, and SIGCHLD is ignored."""
+    program = file if file == "-" else str(tmp_path / file)
+    (tmp_path / "program.py").write_text(AS_IN_A_NOTEBOOK)
+    words = ["sh", "-c", 'trap "" CHLD; exec "$@"', "sh", sys.executable, program, tmp_path]
+    variables = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        words, input=AS_IN_A_NOTEBOOK, env=variables, capture_output=True, text=True, timeout=240, check=False
+    )
     cells = [f"4.32e+08 torch.float64 {i} {i}; 4.32e+08 torch.float64 {i} {i}; late; late" for i in (1, 2)]
     assert done.stdout.splitlines() == [*cells, "in a thread", "in a thread"]
     assert (done.returncode, set(done.stderr.splitlines())) == (1, {"the reason"})
 
 
 @pytest.mark.processes
-def test_a_program_that_its_ranks_cannot_import_is_told_why(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("from workbench.run.ranks import run_ranks\nrun_ranks(2, print)")
-    variables = {**os.environ, "PYTHONPATH": os.getcwd()}
-    words = [sys.executable, tmp_path / "program.py"]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stderr.count("call run_ranks below `if __name__")) == (1, 1)
+def test_a_function_that_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UserError, match="cannot be sent to the ranks"):
+        run_ranks(2, lambda: bool(lock))
 
 
 @pytest.mark.linux
