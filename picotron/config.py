@@ -222,6 +222,8 @@ class Dataset(Section):
     """turns of a conversation that the loss counts, except messages with the key "weight" 0 or "train" false"""
     add_start_token: bool = True
     """begin documents and prompts with the beginning-of-sequence token, if the tokenizer begins texts with it"""
+    skip_invalid: bool = False
+    """leave out records that cannot be used, and log their number; false: they are an error"""
     long_samples: Literal["cut", "drop"] | None = None
     """samples for fine-tuning that are longer than seq_length: cut them or drop them; null: cut"""
     mask_documents: bool | None = None

@@ -102,8 +102,7 @@ class Guard:
 
 
 def guard_of(wrapper: Any) -> Guard:
-    found: Guard = next(hook for hook in wrapper.hooks if isinstance(hook, Guard))
-    return found
+    return next(hook for hook in wrapper.hooks if isinstance(hook, Guard))
 
 
 def refuse(*_: Any) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from picotron.console import UserError, first_line
 from workbench.console import print_line
 from workbench.files import parse_json
-from workbench.prepare.conversations import check_texts, messages_of, tools_of
+from workbench.prepare.conversations import check_texts, in_some_form, messages_of, tools_of
 from workbench.prepare.text import start_of
 
 PROMPT_KEYS = ("prompt", "messages", "conversations")
@@ -133,13 +133,13 @@ class Encoder:
             UserError: see `check_chat_template`, or the template fails for the messages.
         """
         self.check_chat_template(tools)
-        try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                messages, tools, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        except Exception as error:  # a template is a program, and may raise anything
-            raise UserError(f"the chat template fails for these messages: {first_line(error)}") from None
-        return ids
+
+        def render(messages: Any) -> tuple[list[int], str]:
+            text = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=True)
+            return ids["input_ids"], text
+
+        return in_some_form(messages, render)[0]
 
     def check_chat_template(self, tools: Any = None) -> None:
         """Raise a UserError if the tokenizer has no chat template."""

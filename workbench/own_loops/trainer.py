@@ -50,7 +50,7 @@ from workbench.variants.choose import build_model, build_stage, make_optimizer, 
 KEYS_OF_TRAIN = """
     training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
     dataset.eval_split dataset.subset_name dataset.split dataset.num_proc dataset.text_column dataset.prompt_column
-    dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.long_samples
+    dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.skip_invalid dataset.long_samples
     dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt
     logging.trace_steps
 """  # sections and keys of the config that have an effect in train.py, but not in every program

@@ -7,8 +7,8 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -16,16 +16,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
-from workbench.prepare.documents import TOOLS, WEIGHT
+from workbench.prepare.documents import SYSTEM, TOOLS, WEIGHT
+from workbench.prepare.template_marks import Marks
 from workbench.prepare.text import check_characters
 
 logger = logging.getLogger("picotron")
 
+T = TypeVar("T")
 Message = dict[str, Any]
 Ranges = list[tuple[int, int]]
 
 WEIGHTS = (WEIGHT, "train")  # keys of a message that say whether the loss counts it: 0 or 1, false or true
-ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT, by which "from" names roles
+# Roles of ShareGPT's "from". An observation is the result of a tool.
+ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 # Some templates print today's date. The same data should have the same tokens on all days and machines, so they get
 # this one, which is also Llama 3's default.
 DATE = datetime.datetime(2024, 7, 26)
@@ -75,32 +78,105 @@ def without_clock(template: str) -> str:
     return fixed
 
 
-def is_conversation(messages: Any) -> TypeGuard[list[Message]]:
-    """Return whether a value is a list of messages, each with a role, and with a text as content unless it is null."""
-    return isinstance(messages, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str | None)
-        for message in messages
-    )
-
-
 def messages_of(value: Any) -> list[Message] | None:
     """Return the messages of a value, or None if it has none: a list of messages, each with "role" and "content", or
-    with "from" and "value" as in ShareGPT; or such a list as JSON text.
+    with "from" and "value" as in ShareGPT; or such a list as JSON text. A content is a text, a list of texts, or null.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, "the text with messages")
-    if isinstance(value, list) and all(isinstance(each, dict) and {"from", "value"} <= each.keys() for each in value):
-        value = [
-            {"role": ROLES.get(each["from"], each["from"]), "content": each["value"]}
-            | {key: each[key] for key in each if key not in ("from", "value")}
-            for each in value
-        ]
-    if not is_conversation(value):
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         return None
-    check_texts(value)
+    messages = [message_of(each) for each in value]
+    for each in messages:
+        if not isinstance(each.get("role"), str) or not isinstance(each.get("content"), str | None):
+            return None
+    check_texts(messages)
+    return messages
+
+
+def message_of(value: Message) -> Message:
+    """Return a message with "role" and "content", which is a text if it can be one."""
+    if {"from", "value"} <= value.keys():
+        others = {key: value[key] for key in value if key not in ("from", "value")}
+        if value["from"] == "function_call":
+            return {"role": "assistant"} | call_of(value["value"]) | others
+        value = {"role": ROLES.get(value["from"], value["from"]), "content": value["value"]} | others
+    parts = value.get("content")
+    if isinstance(parts, list):
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                "a content has a part that is no text, such as an image, which no model here reads; remove the record"
+            )
+        value = value | {"content": "\n".join(texts)}  # as vLLM joins them
     return value
+
+
+def call_of(value: Any) -> Message:
+    """Return the content of a message that calls tools, which ShareGPT has as JSON text."""
+    try:
+        calls = json.loads(value)
+        functions = [
+            {"name": each["name"], "arguments": each["arguments"]}
+            for each in ([calls] if isinstance(calls, dict) else calls)
+        ]
+    except (TypeError, ValueError, KeyError):
+        return {"content": value}
+    return {"content": "", "tool_calls": [{"type": "function", "function": each} for each in functions]}
+
+
+def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
+    """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
+
+    def converted(value: Any, key: Any = None) -> Any:
+        if key == "arguments" and not isinstance(value, kind):
+            try:
+                other = json.loads(value) if kind is dict else json.dumps(value, ensure_ascii=False)
+            except (TypeError, ValueError):
+                return value
+            return other if isinstance(other, kind) else value
+        if isinstance(value, dict):
+            return {name: converted(each, name) for name, each in value.items()}
+        return [converted(each) for each in value] if isinstance(value, list) else value
+
+    return [
+        each | {"tool_calls": converted(each["tool_calls"])} if each.get("tool_calls") else each for each in messages
+    ]
+
+
+def arguments_of(value: Any, key: Any = None) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of all calls of tools in messages that are objects, and not empty."""
+    if key == "arguments" and value and isinstance(value, dict):
+        yield value
+    elif isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from arguments_of(each, name)
+
+
+def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
+    """Render messages in the first form that a chat template takes: with the arguments of calls as objects, as most
+    templates expect them, or as JSON texts, as OpenAI writes them; without a content, or with an empty one.
+
+    Args:
+        render: function that returns anything, and the text that the template prints. It may raise anything.
+
+    Returns:
+        What `render` returned, and the messages in that form.
+    """
+    whole = [each | {"content": each.get("content") or ""} for each in messages]
+    first: Exception | None = None
+    for form in [with_arguments(form, kind) for form in (messages, whole) for kind in (dict, str)]:
+        try:
+            rendered, text = render(form)
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program
+            first = first or error
+        else:
+            if not any(str(each) in text for each in arguments_of(form)):  # else it prints them as Python does
+                return rendered, form
+    reason = first_line(first) if first else "it prints the arguments of a call as Python does"
+    raise UserError(f"the chat template fails for these messages: {reason}")
 
 
 def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -136,8 +212,7 @@ class ChatTemplate:
 
     Args:
         needed_by: what needs a chat template, for an error.
-        ignored: gets the number of conversations in which the template ignores a key of messages, or the tools, by
-            name.
+        notes: gets the number of conversations in which something is not in the text, or not counted, see `Marks`.
         only_last: whether the loss counts the assistant's last turn only.
 
     Attributes:
@@ -149,9 +224,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, needed_by: str, ignored: Counter[str], only_last: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, needed_by: str, notes: Counter[str], only_last: bool = False
     ) -> None:
-        self.tokenizer, self.ignored, self.only_last = tokenizer, ignored, only_last
+        self.tokenizer, self.notes, self.only_last = tokenizer, notes, only_last
+        self.marks = Marks(self.text_of)
         self.end: Sequence[int] = ()
         try:
             tokenizer.get_chat_template()
@@ -195,13 +271,15 @@ class ChatTemplate:
         if not wanted:
             return []
         plain = [{key: each[key] for key in each if key not in WEIGHTS} for each in messages[: wanted[-1] + 1]]
-        try:
-            rendered = self.render_counted(plain, tools, wanted)
-            self.note_ignored(plain, tools)
-        except UserError:
-            raise
-        except Exception as error:  # a template is a program, and may raise anything
-            raise UserError(f"the chat template fails for these messages: {first_line(error)}") from None
+
+        def render(messages: list[Message]) -> tuple[list[Sample], str]:
+            samples = self.render_counted(messages, tools, wanted)
+            return samples, samples[-1].text
+
+        rendered, plain = in_some_form(plain, render)
+        ignored, uncounted = self.marks({"messages": plain, "tools": tools, "wanted": wanted})
+        self.notes.update(f"the chat template ignores {name}" for name in ignored)
+        self.notes.update(f"the loss does not count {name!r} of the assistant" for name in uncounted)
         if not any(start < end for each in rendered for start, end in each.counted):
             does = (
                 "marks no text with {% generation %}"
@@ -285,16 +363,11 @@ class ChatTemplate:
             joined.append((first, end))
         return texts[0], joined
 
-    def note_ignored(self, messages: list[Message], tools: Any) -> None:
-        """Count the keys without which the text is the same."""
-        keys = {key for each in messages for key, value in each.items() if value is not None} - {"role", "content"}
-        if not (keys or tools):
-            return
-        text = self.render(messages, tools)
-        for key in keys:
-            others = [{name: each[name] for name in each if name != key} for each in messages]
-            self.ignored[key] += self.render(others, tools) == text
-        self.ignored[TOOLS] += bool(tools) and self.render(messages, None) == text
+    def text_of(self, conversation: dict[str, Any]) -> tuple[str, str]:
+        """Return what the template prints for a conversation, and what the loss counts of it."""
+        samples = self.render_counted(**conversation)
+        counted = (sample.text[start:end] for sample in samples for start, end in sample.counted)
+        return "\n".join(sample.text for sample in samples), "\n".join(counted)
 
 
 class Conversations:
@@ -310,6 +383,13 @@ class Conversations:
                 f"dataset.messages_column={self.column!r} should have a list of messages there, each an object with the "
                 f"texts 'role' and 'content', or 'from' and 'value'"
             )
+        if system := record.get(SYSTEM):
+            if not isinstance(system, str) or messages[0]["role"] == SYSTEM:
+                raise UserError(
+                    f"the column {SYSTEM!r} should have the text of a system prompt there, and no message of that role "
+                    f"beside it; rename the column if it has another purpose"
+                )
+            messages = [{"role": SYSTEM, "content": system}, *messages]
         if is_counted({WEIGHT: record.get(WEIGHT)}):
             yield from self.template(messages, tools_of(record))
 

@@ -25,7 +25,7 @@ class SampleEncoder:
         starts: whether prompts begin with the beginning-of-sequence token, see `PromptsAndCompletions`.
 
     Attributes:
-        ignored: see `ChatTemplate`.
+        notes: see `ChatTemplate`.
 
     Raises:
         UserError: the tokenizer has no end-of-sequence token, which follows completions, or no chat template.
@@ -41,14 +41,14 @@ class SampleEncoder:
     ) -> None:
         self.tokenizer = SpanTokenizer(tokenizer)
         self.dtypes = {"tokens": dtype, "counted": np.uint8, "lengths": np.int64}
-        self.ignored: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
         needed_by = (
             "a list of messages" if "prompt_column" in columns else f"messages_column={columns['messages_column']!r}"
         )
 
         @functools.cache
         def template() -> ChatTemplate:
-            return ChatTemplate(tokenizer, needed_by, self.ignored, only_last)
+            return ChatTemplate(tokenizer, needed_by, self.notes, only_last)
 
         self.convert: Callable[[Any], Iterator[Sample]] = (
             PromptsAndCompletions(columns, tokenizer, template, starts)

@@ -127,7 +127,7 @@ class TextEncoder:
 
     def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type, starts: bool = True) -> None:
         self.columns, self.tokenizer, self.dtypes = columns, SpanTokenizer(tokenizer), {"tokens": dtype}
-        self.ignored: Counter[str] = Counter()  # see `SampleEncoder`
+        self.notes: Counter[str] = Counter()  # see `SampleEncoder`
         self.start = start_of(tokenizer) if starts else Start()
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

@@ -41,7 +41,7 @@ logger = logging.getLogger("picotron")
 T = TypeVar("T")
 Encoder = TextEncoder | SampleEncoder
 
-VERSION = 5  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
+VERSION = 6  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 SHOWN = 10  # number of broken records whose problems are reported
@@ -260,14 +260,15 @@ def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]
 
 class Encoded(NamedTuple):
     """Parts of the arrays of some records, the approximate size of these in bytes, their number, the problems of those
-    that cannot be used, and the number of those of which a key is ignored.
+    that cannot be used, whether the tokenizer itself cannot, and the number of those with each note of the encoder.
     """
 
     parts: list[dict[str, np.ndarray]]
     size: int
     records: int
     problems: list[str]
-    ignored: Counter[str]
+    is_tokenizer: bool
+    notes: Counter[str]
 
 
 class Encoding(Dataset[Encoded]):
@@ -277,8 +278,8 @@ class Encoding(Dataset[Encoded]):
         self.encoder = encoder
 
     def __getitem__(self, records: list[Record]) -> Encoded:
-        encoder, parts = self.encoder, []
-        encoder.ignored.clear()
+        encoder, parts, is_tokenizer = self.encoder, [], False
+        encoder.notes.clear()
         problems: list[str] = []  # returned, because a loader adds a traceback to an error that a worker raises
 
         def items() -> Iterator[Any]:
@@ -292,8 +293,9 @@ class Encoding(Dataset[Encoded]):
             parts = [encoder.encode(batch) for batch in in_batches(items(), encoder.size)]
         except UserError as error:
             problems.extend(error.problems)
+            is_tokenizer = True
         size = sum(record.size for record in records)
-        return Encoded(parts, size, len(records), problems, encoder.ignored.copy())
+        return Encoded(parts, size, len(records), problems, is_tokenizer, encoder.notes.copy())
 
 
 def _as_they_are(parts: Any) -> Any:
@@ -319,11 +321,16 @@ def _broken(total: int, count: int, first: list[str]) -> str:
         return first[0]
     if count == total:
         return f"{first[0]} (none of the {total:,} records that were read can be used)"
-    return "\n  - ".join([f"{count:,} of {total:,} records that were read cannot be used; the first:", *first])
+    lead = f"{count:,} of {total:,} records that were read cannot be used (dataset.skip_invalid leaves them out); the first:"
+    return "\n  - ".join([lead, *first])
 
 
-def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder: Path) -> None:
-    """Write the arrays of all documents, each to one file, whose suffix is its dtype."""
+def _write_arrays(documents: Documents, encoder: Encoder, processes: int, skips: bool, folder: Path) -> None:
+    """Write the arrays of all documents, each to one file, whose suffix is its dtype.
+
+    Args:
+        skips: whether records that cannot be used are left out.
+    """
     loader = DataLoader(
         Encoding(encoder),
         batch_size=None,
@@ -337,7 +344,7 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
         progress = stack.enter_context(_progress(documents, "Tokenising"))
         paths = {name: folder / f"{name}.{np.dtype(dtype).name}" for name, dtype in encoder.dtypes.items()}
         files = {name: stack.enter_context(open(path, "wb")) for name, path in paths.items()}
-        total, count, ignored = 0, 0, Counter[str]()
+        total, count, notes = 0, 0, Counter[str]()
         first: list[str] = []
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the parent, which ends the others
         try:
@@ -349,15 +356,18 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, folder
                 assert values.dtype == encoder.dtypes[name]
                 files[name].write(values)
             progress.update(encoded.size)
-            ignored += encoded.ignored
+            notes += encoded.notes
             total, count = total + encoded.records, count + len(encoded.problems)
             first = [*first, *encoded.problems][:SHOWN]
-            if count == total >= SHOWN:  # as if a column has another name
+            skips = skips and not encoded.is_tokenizer
+            if count == total >= SHOWN and not skips:  # as if a column has another name
                 break
-        if count:
+        if count and (count >= total or not skips):
             raise UserError(_broken(total, count, first))
-        for key, records in ignored.items():
-            logger.warning("the chat template ignores %r in %d of %d conversations", key, records, total)
+        if count:
+            logger.warning("%d of %d records cannot be used, and are left out; the first: %s", count, total, first[0])
+        for note, records in notes.items():
+            logger.warning("%s in %d of %d conversations", note, records, total)
         if files["tokens"].tell() == 0:
             raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
@@ -381,7 +391,7 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
         encoder: Encoder = TextEncoder(columns, tokenizer, dtype, starts)
         if section.has_samples:
             encoder = SampleEncoder(columns, tokenizer, dtype, only_last, starts)
-        _write_arrays(documents, encoder, section.num_proc, folder)
+        _write_arrays(documents, encoder, section.num_proc, section.skip_invalid, folder)
         save(tokenizer, folder / "tokenizer")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         facts = TokenFiles(
@@ -392,7 +402,7 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
         )
         (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
 
-    key = VERSION, documents.key, _identity(tokenizer), dtype.__name__, only_last, starts
+    key = VERSION, documents.key, _identity(tokenizer), dtype.__name__, only_last, starts, section.skip_invalid
     return cached("tokens", repr(key), write)
 
 

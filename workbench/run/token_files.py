@@ -28,7 +28,7 @@ FILE = "token_files.json"
 ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")
 KEYS_OF_TEXT = (
     "dataset.mixture", "dataset.subset_name", "dataset.split", "dataset.num_proc", "dataset.assistant_turns",
-    "dataset.add_start_token", "training.num_samples", "model.tokenizer",
+    "dataset.add_start_token", "dataset.skip_invalid", "training.num_samples", "model.tokenizer",
 )  # fmt: skip
 Prepare = Callable[[Config, PreTrainedConfig, Path | None], Path]
 

@@ -33,25 +33,89 @@ def counted(name: str, folder: str, **keys: Any) -> list[str]:
     return found
 
 
-def test_keys_that_the_template_ignores_are_named_once(
+def test_what_is_not_in_the_text_or_not_counted_is_named_once(
     tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reasoning = CHATML.replace(
-        "{{- message['content'] +", "{{- (message['reasoning_content'] or '') + message['content'] +"
-    )
-    with_template(folder, reasoning)
-    records: list[Any] = [
-        [USER, ANSWER | {"reasoning_content": "R", "name": "me"}],
-        [USER, ANSWER | {"content": "", "tool_calls": CALL}, {"role": "tool", "content": "7"}, ANSWER],
-        [USER, ANSWER | {"tool_calls": None}],
+    """A template that knows two roles and one key, cuts reasoning from earlier turns, and counts the answer alone."""
+    template = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ 'Q' + m.content + '\n' }}
+{%- elif m.role == 'assistant' -%}{{ 'A' }}{%- if m.reasoning and loop.last -%}{{ m.reasoning }}{%- endif -%}
+{%- generation -%}{{ m.content + '\n' }}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"""
+    with_template(folder, template)
+    chats: list[Any] = [
+        {"chat": [USER, ANSWER | {"reasoning": "R", "name": "me"}, USER, ANSWER | {"reasoning": "R"}]},
+        {"chat": [USER, ANSWER | {"tool_calls": CALL}, {"role": "tool", "content": "7", "name": "f"}, ANSWER]},
+        {"chat": [USER, ANSWER | {"tool_calls": None}], "tools": CALL, "system": "S"},
     ]
-    chats = [{"chat": messages} for messages in records]
-    chats[2]["tools"] = CALL
     counted(write_jsonl(tmp_path / "a.jsonl", chats), folder)
-    lines = sorted(record.getMessage() for record in caplog.records if "ignores" in record.getMessage())
+    start = "the chat template ignores "
+    lines = sorted(record.getMessage() for record in caplog.records if " conversations" in record.getMessage())
+    ignored = ["'name'", "'reasoning'", "'tool_calls'", "'tools'"]
+    ignored += [f"the content of messages with the role {role!r}" for role in ("system", "tool")]
     assert lines == [
-        f"the chat template ignores {key!r} in 1 of 3 conversations" for key in ("name", "tool_calls", "tools")
+        *(f"{start}{name} in 1 of 3 conversations" for name in ignored),
+        "the loss does not count 'reasoning' of the assistant in 1 of 3 conversations",
     ]
+
+
+TOOL_TEMPLATE = CHATML.replace(
+    "{{- message['content'] +", "{{- message['content'] + CALLS if message.tool_calls else message['content'] +"
+)
+FORMS = {  # how templates print the arguments of a call
+    "objects": "(message.tool_calls[0].function.arguments | tojson)",
+    "items": "message.tool_calls[0].function.arguments.items() | list | tojson",
+    "texts": "message.tool_calls[0].function.arguments",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
+def test_arguments_are_what_the_template_expects(
+    tmp_path: Path, folder: str, form: str, content: dict[str, Any]
+) -> None:
+    """Objects, or JSON texts as OpenAI writes them; beside a content that may be missing."""
+    with_template(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS[form]}) + '<|im_end|>'"))
+    chats = []
+    for arguments in ({"x": 1}, '{"x": 1}'):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        chats.append({"chat": [USER, {"role": "assistant", "tool_calls": [call]} | content]})
+    first, second = counted(write_jsonl(tmp_path / "a.jsonl", chats), folder)
+    assert first == second
+    assert ('[["x", 1]]' if form == "items" else '{"x": 1}') in first.partition("[[")[2]
+
+
+def test_messages_of_sharegpt_are_those_of_the_template(tmp_path: Path, folder: str) -> None:
+    with_template(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"))
+    words = {"human": "Q", "function_call": '{"name": "f", "arguments": {"x": 1}}', "observation": "7", "bing": "A"}
+    chat = [{"from": role, "value": value} for role, value in words.items()]
+    (found,) = counted(write_jsonl(tmp_path / "a.jsonl", [{"chat": chat, "system": "S"}]), folder)
+    parts = ["system\nS", "user\nQ", 'assistant\n[[{"x": 1}', "tool\n7", "assistant\n[[A"]
+    assert [part for part in parts if part not in found] == []
+
+
+def test_contents_of_parts_are_texts(tmp_path: Path, folder: str) -> None:
+    with_template(folder, CHATML)
+    parts = [{"type": "text", "text": "Q"}, {"type": "text", "text": "R"}]
+    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": [{"role": "user", "content": parts}, ANSWER]}])
+    assert "user\nQ\nR<|im_end|>" in counted(name, folder)[0]
+    parts.append({"type": "image_url", "image_url": {"url": "x"}})  # type: ignore[dict-item]
+    name = write_jsonl(tmp_path / "b.jsonl", [{"chat": [{"role": "user", "content": parts}, ANSWER]}])
+    with pytest.raises(UserError, match="such as an image"):
+        encode(config_of(name, folder, **CHAT))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_records_that_cannot_be_used_are_left_out_if_the_user_says_so(
+    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture, processes: int
+) -> None:
+    with_template(folder, CHATML)
+    records = [{"chat": [USER, ANSWER | {"content": str(i)}] if i % 3 else [ANSWER]} for i in range(20)]
+    name = write_jsonl(tmp_path / "a.jsonl", records)
+    keys = CHAT | {"dataset__num_proc": processes}
+    with pytest.raises(UserError, match="7 of 20 records that were read cannot be used"):
+        encode(config_of(name, folder, **keys))
+    found = counted(name, folder, **keys, dataset__skip_invalid=True)
+    assert [int(text.partition("[[")[2].partition("<")[0]) for text in found] == [i for i in range(20) if i % 3]
+    assert "7 of 20 records cannot be used, and are left out; the first: " in caplog.text
 
 
 @pytest.mark.parametrize(
