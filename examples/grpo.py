@@ -59,7 +59,7 @@ from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.config_reader import config_parser, load_config
 from workbench.run.launch import exit_on_error, set_up_logging
-from workbench.run.model_config import end_tokens
+from workbench.run.model_config import ends_of_both
 from workbench.run.ranks import run_ranks
 from workbench.run.run_folder import COMPLETIONS, user_error_on_failure
 
@@ -172,7 +172,7 @@ def learn(trainer: Trainer, task: Task) -> None:
     if task.beta is not None:
         reference = FrozenModel(trainer.config, trainer.config.model.name, trainer.device)
         loss_fn = functools.partial(clipped_ratio, beta=task.beta)
-    ends = tuple(sorted({*end_tokens(trainer.model_config), *task.encoder.ends}))
+    ends = tuple(ends_of_both(trainer.model_config, task.encoder.tokenizer))
     greedy = Sampling(training.seq_length, ends=ends, max_length=training.seq_length + 1)
     sampling = dataclasses.replace(greedy, temperature=1.0, seed=training.seed)
     for step in trainer.steps():

@@ -12,6 +12,7 @@ from workbench.console import print_line
 from workbench.files import parse_json
 from workbench.prepare.conversations import check_texts, in_some_form, messages_of, tools_of
 from workbench.prepare.text import start_of
+from workbench.run.model_config import ends_of
 
 PROMPT_KEYS = ("prompt", "messages", "conversations")
 Prompt = dict[str, Any]
@@ -153,8 +154,8 @@ class Encoder:
 
     @property
     def ends(self) -> list[int]:
-        """The end token, if the tokenizer has one."""
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        """The tokens that end an answer, see `ends_of`."""
+        return ends_of(self.tokenizer)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

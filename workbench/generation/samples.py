@@ -11,7 +11,7 @@ from picotron.pipeline_parallel.pipeline_parallel import Step
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import check_prompt, generate
 from workbench.generation.sampling import Sampling
-from workbench.run.model_config import end_tokens
+from workbench.run.model_config import ends_of_both
 
 logger = logging.getLogger("picotron")
 
@@ -31,7 +31,7 @@ def with_samples(evaluate: Step, config: Config, model_config: Any, tokenizer: P
     chats = encoder.tokenizer.chat_template and config.dataset.messages_column
     messages = {"messages": [{"role": "user", "content": prompt}]}
     tokens = encoder.encode("logging.sample_prompt", messages if chats else {"prompt": prompt})
-    ends = tuple(sorted({*end_tokens(model_config), *encoder.ends}))
+    ends = tuple(ends_of_both(model_config, encoder.tokenizer))
     sampling = Sampling(NEW_TOKENS, ends=ends, max_length=config.training.seq_length + 1)
     check_prompt("logging.sample_prompt", tokens, model_config, sampling)
 

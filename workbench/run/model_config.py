@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from picotron.config import Model as ModelSection
 from picotron.console import UserError, first_line, invalid_value
@@ -73,6 +73,8 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             data["eos_token_id"] = ends
     except Exception as error:  # no such folder, no network, no permission, not JSON, ...
         local = "use the folder of a model, a checkpoint or a run"
+        if os.path.isfile(Path(name, "adapter_config.json")):
+            local = "it has an adapter alone, which peft merges into its base model; save that, and use its folder"
         remedy = local if os.path.isdir(name) else "set model.name to a hub id or a local folder"
         raise UserError(f"{name!r} has no readable config.json ({first_line(error)}); {remedy}") from None
     family = data.get("model_type")
@@ -119,6 +121,31 @@ def end_tokens(config: PreTrainedConfig) -> list[int]:
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """List the tokens with which a tokenizer ends a text: the end-of-sequence token, and the special token that its
+    chat template writes after an answer.
+    """
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    messages = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # there is no template, or it refuses these messages; those of the data have their own errors
+        return ends
+    _, shown, rest = text.rpartition("ANSWER")
+    after = tokenizer.encode(rest, add_special_tokens=False) if shown else []
+    return ends + [token for token in after if token in tokenizer.added_tokens_decoder and token not in ends][:1]
+
+
+def ends_of_both(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """List the tokens with which a model ends a text after it was trained with a tokenizer: those of the tokenizer, and
+    those of the model, unless it came with another tokenizer: then its ends have other meanings here.
+    """
+    own = end_tokens(config)
+    if tokenizer.eos_token_id not in own:
+        own = [token for token in own if token in tokenizer.added_tokens_decoder]
+    return sorted({*ends_of(tokenizer), *own})
+
+
 def check_supported(config: PreTrainedConfig) -> None:
     """Raise UserError if `config` needs a feature that `Llama` would compute differently from transformers."""
     parameters = config.rope_parameters
@@ -152,9 +179,11 @@ def check_supported(config: PreTrainedConfig) -> None:
     for name, (value, supported) in features.items():
         if value not in supported:
             allowed = " or ".join(repr(v) for v in supported)
+            remedy = "To train without it, change the key in a copy of the model's folder"
+            if name == "quantization_config":
+                remedy = "Dequantise the model first, such as by transformers with dequantize=True, and save it"
             raise UserError(
-                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}. To train without "
-                f"it, change the key in a copy of the model's folder"
+                f"{name}={value!r} in the model's config.json is not supported; picotron supports {allowed}. {remedy}"
             )
     for name in ("rope_theta", *ROPE_FACTORS.get(parameters["rope_type"], ())):
         value = parameters.get(name)

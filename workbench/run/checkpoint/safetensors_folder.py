@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,7 +27,10 @@ from picotron.model.placement import Index
 from workbench.files import read_object
 from workbench.run.hub import connect
 
+logger = logging.getLogger("picotron")
+
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+READABLE = "F16", *DTYPES.values()
 CHUNK = 2**20  # bytes per read
 BLOCKS, BLOCK = 64, 2**12  # number and bytes of the blocks of a file that its fingerprint depends on
 
@@ -68,12 +72,14 @@ class SafetensorsFolder:
         self.folder = folder
         index, single = folder / f"{kind}.safetensors.index.json", folder / f"{kind}.safetensors"
         try:
-            if index.exists():
+            if index.exists() and not single.exists():  # transformers prefers the single file
                 weight_map = read_object(index)["weight_map"]
                 self.file_of = {name: folder / file_name(file) for name, file in weight_map.items()}
             else:
                 with safe_open(single, framework="pt") as file:
                     self.file_of = dict.fromkeys(file.keys(), single)
+            if kind == "model" and (folder / "adapter_config.json").exists():
+                logger.warning("the adapter in %s is ignored; merge it into the weights first, as peft does", folder)
         except FileNotFoundError:
             raise UserError(
                 f"{folder} has no readable {kind}.safetensors or {kind}.safetensors.index.json; only safetensors are read, so "
@@ -103,7 +109,7 @@ class SafetensorsFolder:
             shape: full shape that the tensor should have.
 
         Raises:
-            UserError: the tensor is missing or has a different shape, or its file is missing or damaged.
+            UserError: the tensor is missing, has another shape, or is quantised, or its file is missing or damaged.
         """
         if name not in self.file_of:
             closest = "".join(difflib.get_close_matches(name, self.file_of, 1, cutoff=0.0)) or "none"
@@ -116,6 +122,11 @@ class SafetensorsFolder:
             tensor = file.get_slice(name)
             if tensor.get_shape() != list(shape):
                 raise UserError(f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}")
+            if tensor.get_dtype() not in READABLE:  # numbers of another format, with scales of their own
+                raise UserError(
+                    f"{name} of {path} is in {tensor.get_dtype()}, but weights should be in {', '.join(READABLE)}; a quantised "
+                    f"model has to be dequantised first, such as by transformers with dequantize=True"
+                )
             return tensor[index or ...]
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ from workbench.run.checkpoint.model_card import model_card
 from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
 from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from workbench.run.metrics import Progress
-from workbench.run.model_config import end_tokens
+from workbench.run.model_config import end_tokens, ends_of, ends_of_both
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records
 
 logger = logging.getLogger("picotron")
@@ -76,7 +76,9 @@ class CheckpointWriter:
             fingerprint,
             wandb_run_id,
         )
-        self.model_files = model_files(model_config, config.model.dtype, tokenizer) if grid.global_rank == 0 else {}
+        self.model_files: dict[str, bytes] = {}
+        if grid.global_rank == 0:
+            self.model_files = model_files(model_config, config.model.dtype, tokenizer, config.training.seq_length)
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
@@ -272,22 +274,36 @@ def versions_of_libraries() -> dict[str, str]:
     return versions | {"transformers": transformers.__version__}
 
 
-def model_files(model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path | None) -> dict[str, bytes]:
+def model_files(
+    model_config: PreTrainedConfig, dtype: str, tokenizer_folder: Path | None, length: int = 0
+) -> dict[str, bytes]:
     """Return the tokenizer's files, if there is one, and a config.json and a generation_config.json with the special
-    tokens. The first also has the run's dimensions and dtype.
+    tokens. The first also has the run's dimensions, dtype and, if it is longer than the model's texts, length.
 
-    The model's own end tokens, of which a chat model has several, stay if the tokenizer's end token is one of them. A
-    model with another one was trained with this tokenizer's end token only.
+    The end tokens are those of the model and of the tokenizer, see `ends_of_both`.
     """
     config, files = copy.deepcopy(model_config), {}
     config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], dtype
+    config.max_position_embeddings = max(config.max_position_embeddings, length)
     if tokenizer_folder is not None:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         config.bos_token_id = tokenizer.bos_token_id
-        if tokenizer.eos_token_id not in end_tokens(config):
-            config.eos_token_id = tokenizer.eos_token_id
+        if unknown := {*ends_of(tokenizer)} - {tokenizer.eos_token_id, *end_tokens(config)}:
+            (name,) = tokenizer.convert_ids_to_tokens([*unknown])
+            logger.warning(
+                "the chat template ends answers with %r, which is no end for the tokenizer and the model; checkpoints name it "
+                "as one", name
+            )  # fmt: skip
+        ends = ends_of_both(config, tokenizer)
+        config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
         paths = [path for path in tokenizer_folder.rglob("*") if path.is_file()]  # chat templates may be in a subfolder
         files = {path.relative_to(tokenizer_folder).as_posix(): path.read_bytes() for path in paths}
+        options = json.loads(files.get("tokenizer_config.json", b"{}"))
+        if (
+            options.get("tokenizer_class") == "TokenizersBackend"
+        ):  # which transformers 4 does not know, and 5 reads alike
+            options["tokenizer_class"] = "PreTrainedTokenizerFast"
+            files["tokenizer_config.json"] = json.dumps(options, indent=2, ensure_ascii=False).encode()
     data = json.loads(config.to_json_string()) | earlier_keys(config)
     files["config.json"] = f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode()
     files["generation_config.json"] = GenerationConfig.from_model_config(config).to_json_string().encode()

@@ -32,6 +32,7 @@ for folder in sys.argv[1:]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     torch.save(model(torch.arange(256)[None] % 61).logits.detach(), folder + "/logits.pt")
+    assert transformers.AutoTokenizer.from_pretrained(folder)("def f(x)")["input_ids"] == IDS
 """
 ROPE: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 500000.0},
@@ -72,10 +73,41 @@ def test_transformers_generates_the_text_of_generate_py(
     assert tokenizer.decode(output, skip_special_tokens=True) == texts[1]
 
 
+@pytest.mark.parametrize(
+    ("end", "ends", "expected", "warns"),
+    [
+        ("<|im_end|>", None, ["<|endoftext|>", "<|im_end|>"], True),  # a base model whose template has turns
+        ("<|im_end|>", ["<|im_end|>"], ["<|endoftext|>", "<|im_end|>"], False),
+        ("<|im_end|>", ["<|endoftext|>", "<|im_end|>"], ["<|endoftext|>", "<|im_end|>"], False),
+        ("", ["<|im_end|>"], ["<|endoftext|>", "<|im_end|>"], False),  # the template shows no end
+        ("", [7], "<|endoftext|>", False),  # of the model's tokenizer, which was another one
+    ],
+)
+def test_a_checkpoint_names_all_ends(
+    folder: str, caplog: pytest.LogCaptureFixture, end: str, ends: Any, expected: Any, warns: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", end)
+    tokenizer.save_pretrained(folder)
+    ids = ends and [each if isinstance(each, int) else tokenizer.convert_tokens_to_ids(each) for each in ends]
+    files = model_files(tiny_llama(vocab_size=len(tokenizer), eos_token_id=ids), "float32", Path(folder))
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads(files[name])["eos_token_id"]
+        assert tokenizer.convert_ids_to_tokens(found) == expected
+    assert ("'<|im_end|>', which is no end" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("length", "expected"), [(16, 64), (128, 128)])
+def test_a_checkpoint_takes_texts_as_long_as_it_was_trained_on(length: int, expected: int) -> None:
+    files = model_files(tiny_llama(max_position_embeddings=64), "float32", None, length)
+    assert json.loads(files["config.json"])["max_position_embeddings"] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_transformers_4_has_the_same_logits(tmp_path: Path) -> None:
+def test_transformers_4_has_the_same_logits_and_tokens(tmp_path: Path, tokenizer: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "old")]
     subprocess.run([*pip, *TRANSFORMERS_4], check=True)
     ids, expected = torch.arange(256)[None] % 61, {}
@@ -88,10 +120,11 @@ def test_transformers_4_has_the_same_logits(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_config(config).float()
         folder = tmp_path / f"{family}_{rope['rope_type']}"
         model.save_pretrained(folder)
-        for name, content in model_files(config, "float32", None).items():
+        for name, content in model_files(config, "float32", tokenizer).items():
             (folder / name).write_bytes(content)
         expected[folder] = model(ids).logits.detach()
-    command = [sys.executable, "-c", LOGITS, *map(str, expected)]
+    tokens = AutoTokenizer.from_pretrained(tokenizer)("def f(x)")["input_ids"]
+    command = [sys.executable, "-c", LOGITS.replace("IDS", str(tokens)), *map(str, expected)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path / "old")}, check=True)
     for folder, logits in expected.items():
         assert_close(torch.load(folder / "logits.pt"), logits, 1e-5, folder.name)

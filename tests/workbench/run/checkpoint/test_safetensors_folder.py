@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from conformance.oracle import tiny_llama
@@ -56,6 +57,7 @@ def break_folder(folder: Path, how: str) -> None:
     elif how == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
     elif how == "missing shard":
+        file.unlink()
         index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}))
 
 
@@ -72,6 +74,33 @@ def test_damaged_folder_is_rejected(tmp_path: Path, how: str, message: str) -> N
     break_folder(tmp_path, how)
     with pytest.raises(UserError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantised_weights_are_not_read_as_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = LlamaForCausalLM(tiny_llama())
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} of .* is in .*; a quantised model has to be dequantised first"):
+        load(tmp_path)
+    save_file(tensors | {name: tensors[name].half()}, tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path).state_dict()[name], tensors[name].half().float())
+
+
+def test_a_folder_with_two_sets_of_weights_is_read_as_transformers_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size in ("1GB", "10KB"):
+        torch.manual_seed(len(size))
+        LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path / size, max_shard_size=size)
+    for path in (tmp_path / "10KB").glob("model*"):
+        path.rename(tmp_path / "1GB" / path.name)
+    (tmp_path / "1GB" / "adapter_config.json").write_text("{}")
+    theirs, ours = LlamaForCausalLM.from_pretrained(tmp_path / "1GB"), load(tmp_path / "1GB")
+    assert torch.equal(theirs.lm_head.weight, ours.lm_head.weight)
+    assert "the adapter in" in caplog.text
 
 
 def test_folder_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
