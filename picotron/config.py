@@ -203,11 +203,11 @@ class Dataset(Section):
     eval_name: str | None = None
     """data set for evaluations, of any kind that `name` may have, which is read as a whole; null: see eval_steps"""
     eval_split: str | None = None
-    """split of eval_name, if that is a hub data set; null: `split`"""
+    """split of eval_name, if that is a hub data set or a folder; null: `split`"""
     subset_name: str | None = None
-    """configuration of a hub data set; null: its default"""
+    """configuration of a hub data set or a folder; null: its default"""
     split: str = "train"
-    """split of a hub data set, or a slice of one, such as train[:1000]"""
+    """split of a hub data set or a folder, or a slice of a hub data set's, such as train[:1000]"""
     num_proc: Processes = 1
     """processes that tokenise the data set; 1: the training process, with several threads"""
     text_column: str | None = None

@@ -12,12 +12,11 @@ import random
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
-from picotron.config import default_of
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
 from workbench.prepare.text import Columns, cut, use_one_of
@@ -115,13 +114,15 @@ def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
         return _hub_documents(name, section, columns)
-    for key in ("subset_name", "split"):
-        if (value := getattr(section, key)) != default_of(f"dataset.{key}"):
-            raise UserError(
-                f"dataset.{key}={value!r}, but {name} has no subsets, and only the split 'train'; remove the key "
-                f"(training.num_samples selects the first documents)"
-            )
-    files = python_stdlib() if name == PYTHON_STDLIB else find_files(name)
+    files = files_of(name, section, section.split)
+    evaluated: list[Path] = []
+    if section.eval_name and section.eval_name not in section.weights and os.path.exists(section.eval_name):
+        evaluated = files_of(section.eval_name, section, section.eval_split or section.split)
+    if shared := {*files} & {*evaluated}:
+        raise UserError(
+            f"dataset.eval_name={section.eval_name!r} has {len(shared)} files that dataset.name={name!r} has, too, such as "
+            f"{min(shared)}; name different files for training and evaluation"
+        )
     read = READERS.get(_type(files[0]), _read_text)
     if (
         read is _read_text
@@ -144,9 +145,47 @@ def _type(path: Path) -> str:
     return Path(path.stem if path.suffix in COMPRESSIONS else path).suffix
 
 
-def find_files(name: str) -> list[Path]:
+def files_of(name: str, section: DatasetSection, split: str) -> list[Path]:
+    """List the files of a split of a data set on this machine.
+
+    Raises:
+        UserError: it has no such split or subset; see also `find_files`.
+    """
+    splits = splits_of(name, section.subset_name) if os.path.isdir(name) else {}
+    if split not in (splits or {"train"}) or (section.subset_name and not splits):
+        key = f"dataset.subset_name={section.subset_name!r}" if section.subset_name else f"dataset.split={split!r}"
+        raise UserError(
+            f"{key}, but {name} has only the split {' and '.join(map(repr, splits)) or repr('train')}; change the key, or name "
+            f"a pattern of files (training.num_samples selects the first documents)"
+        )
+    return python_stdlib() if name == PYTHON_STDLIB else find_files(name, splits.get(split))
+
+
+def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
+    """Return the files of each split of a folder, by names or by its README.md, as `datasets.load_dataset` finds them; {}
+    if that reads no file there.
+
+    Raises:
+        UserError: the folder has several subsets, and this is none of them.
+    """
+    from datasets import load_dataset_builder
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each README.md without metadata
+    try:
+        found = load_dataset_builder(os.path.abspath(folder), subset).config.data_files or {}
+    except ValueError as error:
+        raise UserError(f"{folder}: {' '.join(str(error).split())}; set dataset.subset_name") from None
+    except Exception:  # no type of file that it knows, or a script; find_files has a sentence
+        return {}
+    return {str(split): {Path(file).resolve() for file in files} for split, files in found.items()}
+
+
+def find_files(name: str, wanted: Container[Path] | None = None) -> list[Path]:
     """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
     of unknown types are left out.
+
+    Args:
+        wanted: the files to list, of those in a folder; by default all.
 
     Raises:
         UserError: no file has a known type, or there are files of several types.
@@ -168,6 +207,7 @@ def find_files(name: str) -> list[Path]:
             f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, but it has {has}; name a "
             f"file, a pattern or a folder with files of one type"
         )
+    files = [path for path in files if wanted is None or path.resolve() in wanted]
     links = sum(path.is_dir() and path.is_symlink() for path in found)
     others = sum(not path.is_dir() for path in found) - len(files)
     kind = "" if files == [Path(name)] else f"{len(files):,} {_type(files[0])} files, "

@@ -5,10 +5,12 @@ import gzip
 import io
 import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -64,15 +66,15 @@ def test_any_text_survives_pieces_of_any_size(tmp_path_factory: pytest.TempPathF
 
 
 def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    names = "train.txt a.txt test.txt deep/b.txt .hidden.txt .git/c.txt a.log a.txt~ x.py"
+    names = "two.txt a.txt three.txt deep/b.txt .hidden.txt .git/c.txt a.log a.txt~ x.py"
     for name in names.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "linked").symlink_to(tmp_path / "deep")
     with caplog.at_level("INFO", "picotron"):
-        assert list(texts(documents_of(tmp_path))) == ["a.txt", "deep/b.txt", "test.txt", "train.txt"]
-    assert caplog.messages == [f"{tmp_path}: 4 .txt files, 32 bytes; ignored: 3 other files, 1 linked folders"]
-    assert list(texts(documents_of(f"{tmp_path}/t*.txt"))) == ["test.txt", "train.txt"]
+        assert list(texts(documents_of(tmp_path))) == ["a.txt", "deep/b.txt", "three.txt", "two.txt"]
+    assert caplog.messages == [f"{tmp_path}: 4 .txt files, 31 bytes; ignored: 3 other files, 1 linked folders"]
+    assert list(texts(documents_of(f"{tmp_path}/t*.txt"))) == ["three.txt", "two.txt"]
     with pytest.raises(UserError, match=r"/x\*\.txt': there is no such file"):
         documents_of(f"{tmp_path}/x*.txt")
 
@@ -85,6 +87,48 @@ def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path)
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=r"it has 2 \.jsonl and 1 \.txt; name a file"):
         documents_of(tmp_path)
+
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: "data/a*"}
+  - {split: held_out, path: "*.jsonl"}
+---
+"""
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_folder_has_the_splits_of_load_dataset(tmp_path: Path, seed: int) -> None:
+    """Folders as on the hub: splits in names of files or folders, or in README.md, or none."""
+    dice = random.Random(seed)
+    words = ["train", "test", "validation", "valid", "dev", "eval", "a", "b", "training_notes", "contest"]
+    patterns = ["{}.jsonl", "data/{}-00000-of-00001.jsonl", "{}/part.jsonl", "my_{}_set.jsonl", "data/a_{}.jsonl"]
+    for word in dice.sample(words, dice.randint(1, 4)):
+        path = tmp_path / "set" / dice.choice(patterns).format(word)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": str(path)}) + "\n")
+    if dice.random() < 0.3:
+        (tmp_path / "set" / "README.md").write_text(CARD)
+    folder = str(tmp_path / "set")
+    try:
+        expected = datasets.load_dataset(folder, cache_dir=str(tmp_path / "cache"))
+    except (ValueError, FileNotFoundError):  # a pattern of README.md without a file
+        return
+    for split in {*expected, "train", "test"}:
+        if split not in expected:
+            with pytest.raises(UserError, match="only the split"):
+                documents_of(folder, split=split)
+        else:
+            assert sorted(texts(documents_of(folder, split=split))) == sorted(expected[split]["text"])
+
+
+def test_files_are_not_both_trained_on_and_evaluated(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    with pytest.raises(UserError, match="name different files for training and evaluation"):
+        documents_of(tmp_path, eval_name=str(tmp_path / "b.txt"))
 
 
 RECORDS = [{"text": text} for text in ("a", "é 日\n", "007", "x" * 70_000)]
