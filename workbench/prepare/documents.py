@@ -117,7 +117,7 @@ def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
     files = files_of(name, section, section.split)
     evaluated: list[Path] = []
     if section.eval_name and section.eval_name not in section.weights and os.path.exists(section.eval_name):
-        evaluated = files_of(section.eval_name, section, section.eval_split or section.split)
+        evaluated = files_of(section.eval_name, section, section.eval_split or section.split, logs=False)
     if shared := {*files} & {*evaluated}:
         raise UserError(
             f"dataset.eval_name={section.eval_name!r} has {len(shared)} files that dataset.name={name!r} has, too, such as "
@@ -145,7 +145,7 @@ def _type(path: Path) -> str:
     return Path(path.stem if path.suffix in COMPRESSIONS else path).suffix
 
 
-def files_of(name: str, section: DatasetSection, split: str) -> list[Path]:
+def files_of(name: str, section: DatasetSection, split: str, logs: bool = True) -> list[Path]:
     """List the files of a split of a data set on this machine.
 
     Raises:
@@ -158,12 +158,12 @@ def files_of(name: str, section: DatasetSection, split: str) -> list[Path]:
             f"{key}, but {name} has only the split {' and '.join(map(repr, splits)) or repr('train')}; change the key, or name "
             f"a pattern of files (training.num_samples selects the first documents)"
         )
-    return python_stdlib() if name == PYTHON_STDLIB else find_files(name, splits.get(split))
+    return python_stdlib() if name == PYTHON_STDLIB else find_files(name, splits.get(split), logs)
 
 
 def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
-    """Return the files of each split of a folder, by names or by its README.md, as `datasets.load_dataset` finds them; {}
-    if that reads no file there.
+    """Return the files of each split of a folder, by names or by its README.md, as `datasets.load_dataset` finds them;
+    {} if that reads no file there.
 
     Raises:
         UserError: the folder has several subsets, and this is none of them.
@@ -180,12 +180,13 @@ def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
     return {str(split): {Path(file).resolve() for file in files} for split, files in found.items()}
 
 
-def find_files(name: str, wanted: Container[Path] | None = None) -> list[Path]:
+def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Path]:
     """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
     of unknown types are left out.
 
     Args:
-        wanted: the files to list, of those in a folder; by default all.
+        wanted: the files to list, of those in a folder; None: all.
+        logs: whether to log their number and size.
 
     Raises:
         UserError: no file has a known type, or there are files of several types.
@@ -212,7 +213,8 @@ def find_files(name: str, wanted: Container[Path] | None = None) -> list[Path]:
     others = sum(not path.is_dir() for path in found) - len(files)
     kind = "" if files == [Path(name)] else f"{len(files):,} {_type(files[0])} files, "
     ignored = f"; ignored: {others:,} other files, {links:,} linked folders" if others or links else ""
-    logger.info("%s: %s%s bytes%s", name, kind, f"{sum(file.stat().st_size for file in files):,}", ignored)
+    if logs:
+        logger.info("%s: %s%s bytes%s", name, kind, f"{sum(file.stat().st_size for file in files):,}", ignored)
     return files
 
 

@@ -225,6 +225,7 @@ class Metrics:
         self.vocab_size = model_config.vocab_size
         losses = [record["loss"] for record in records if "loss" in record] or [math.nan]
         self.first_loss, self.last_loss = losses[0], losses[-1]
+        self.evaluations = [record["eval_loss"] for record in records if "eval_loss" in record]
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, wandb_run_id
         self.first: tuple[int, float] | None = None  # step that this run has logged, and when
@@ -308,6 +309,11 @@ class Metrics:
         if evaluated:
             bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
             print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
+            self.evaluations.append(record["eval_loss"])
+            if not record["eval_loss"] <= self.evaluations[0]:
+                logger.warning(
+                    "that is worse than the first evaluation, of %.4f; lower the learning rate", self.evaluations[0]
+                )
 
     def time_left(self, record: dict[str, Any]) -> str:
         """Return the estimated time until the end of a long run, from all that it has done since its first step."""

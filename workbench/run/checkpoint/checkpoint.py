@@ -43,6 +43,7 @@ logger = logging.getLogger("picotron")
 STATE_FILE = "trainer_state.json"
 ROWS = 2**12  # of matrices that are compared at a time
 SHOWN = 5  # names of tensors in a message
+PRETRAINED_RATE = 1e-4  # learning rate above which weights that are trained already are usually destroyed
 
 
 def is_of_optimizer(name: str) -> bool:
@@ -265,6 +266,11 @@ class Checkpoint:
     def progress(self, fingerprint: str, training: Training) -> Progress:
         """Return the progress to resume from, at the start of the data if their fingerprint has changed."""
         if self.state is None:
+            if training.learning_rate > PRETRAINED_RATE:
+                logger.warning(
+                    "training.learning_rate=%g is high for weights that are trained already; docs/finetune.json has 2e-5",
+                    training.learning_rate,
+                )
             return Progress()
         warn_of_jump(self.state, training)
         if fingerprint != self.state.data_fingerprint:

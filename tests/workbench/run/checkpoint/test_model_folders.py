@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conformance.oracle import assert_close, tiny_llama
+from conformance.oracle import assert_close, make_config, tiny_llama
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.config import Model
@@ -160,3 +160,12 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
     check_files(checkpoint, state.files)
     with pytest.raises(UserError, match="exists; choose another folder"):
         export(checkpoint, folder)
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(5e-3, True), (2e-5, False)])
+def test_a_high_learning_rate_for_trained_weights_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: float, warns: bool
+) -> None:
+    model_of(False).save_pretrained(tmp_path)
+    Checkpoint(tmp_path).progress("", make_config(training__learning_rate=rate).training)
+    assert ("is high for weights that are trained already" in caplog.text) == warns
