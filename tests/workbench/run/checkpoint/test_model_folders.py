@@ -164,8 +164,9 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
 
 @pytest.mark.parametrize(("rate", "warns"), [(5e-3, True), (2e-5, False)])
 def test_a_high_learning_rate_for_trained_weights_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: float, warns: bool
+    caplog: pytest.LogCaptureFixture, rate: float, warns: bool
 ) -> None:
-    model_of(False).save_pretrained(tmp_path)
-    Checkpoint(tmp_path).progress("", make_config(training__learning_rate=rate).training)
+    weights = object.__new__(Checkpoint)
+    weights.state = None  # as of a model's folder
+    weights.progress("", make_config(training__learning_rate=rate).training)
     assert ("is high for weights that are trained already" in caplog.text) == warns
