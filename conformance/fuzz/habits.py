@@ -116,6 +116,7 @@ class Habits:
 
     def cast(self) -> None:
         self.net.float().double()
+        self.zero("optimizer")  # torch also casts gradients, which are in main_grad elsewhere
 
     def fails(self, where: str, seed: int) -> None:
         """Run a forward, or a backward, that an error ends, and start the step again."""

@@ -291,6 +291,7 @@ class Wrapped(Bare):
     """The module in a data-parallel wrapper, on this rank's data."""
 
     def prepare(self, engine: str) -> None:
+        self.net.zero_grad()  # of what a recipe has put there
         self.model = WRAPPERS[engine](self.net)
         kind = self.program["optimizer"]
         if kind in ("torch", "recipe"):

@@ -118,7 +118,7 @@ def test_a_folder_has_the_splits_of_load_dataset(tmp_path: Path, seed: int) -> N
         return
     for split in {*expected, "train", "test"}:
         if split not in expected:
-            with pytest.raises(UserError, match="only the split"):
+            with pytest.raises(UserError, match="has only the split"):
                 documents_of(folder, split=split)
         else:
             assert sorted(texts(documents_of(folder, split=split))) == sorted(expected[split]["text"])

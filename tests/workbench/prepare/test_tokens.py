@@ -78,7 +78,7 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     [
         ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder"),
         ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
-        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "and only the split 'train'"),
+        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
         ({"model__tokenizer": "FOLDER"}, "cannot load a tokenizer from"),
         ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61"),
     ],
