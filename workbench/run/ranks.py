@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -100,6 +99,8 @@ def _payload(function: Callable[[], None], program: ModuleType) -> bytes:
         if _has_guard(program):
             with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):  # a lambda, or a local function
                 return pickle.dumps(call)
+        import cloudpickle  # which train.py does not need
+
         return cloudpickle.dumps(call)
     except (TypeError, pickle.PicklingError) as error:
         raise UserError(
