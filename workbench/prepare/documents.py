@@ -177,12 +177,14 @@ def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
         raise UserError(f"{folder}: {' '.join(str(error).split())}; set dataset.subset_name") from None
     except Exception:  # no type of file that it knows, or a script; find_files has a sentence
         return {}
-    return {str(split): {Path(file).resolve() for file in files} for split, files in found.items()}
+    splits = {str(split): {Path(file).resolve() for file in files} for split, files in found.items()}
+    types = {_type(file) for files in splits.values() for file in files}
+    return splits if len(splits) > 1 or types <= READERS.keys() else {}  # not if all are such as .md
 
 
 def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Path]:
     """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
-    of unknown types are left out.
+    of unknown types are left out, and so are the files of TEXTS if there are others.
 
     Args:
         wanted: the files to list, of those in a folder; None: all.
@@ -195,20 +197,22 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
     for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    # A file without a suffix is text, if it is named itself.
-    files = sorted(
-        path
-        for path in found
-        if path.is_file() and (_type(path) in READERS or (path == Path(name) and not path.suffix))
-    )
+    if Path(name, "dataset_info.json").is_file() and Path(name, "state.json").is_file():
+        raise UserError(f"{name} was written by save_to_disk of datasets; write the data set with to_parquet instead")
+    readable = sorted(path for path in found if path.is_file())
+    files = [path for path in readable if _type(path) in READERS]
+    if not files:  # a file without a suffix is text, if it is named itself
+        files = [path for path in readable if _type(path) in TEXTS or (path == Path(name) and not path.suffix)]
     counts = Counter(map(_type, files))
     if len(counts) != 1:
         has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
         raise UserError(
-            f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, but it has {has}; name a "
+            f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, or text such as .md, but it has {has}; name a "
             f"file, a pattern or a folder with files of one type"
         )
-    files = [path for path in files if wanted is None or path.resolve() in wanted]
+    every, files = files, [path for path in files if wanted is None or path.resolve() in wanted]
+    if not files:
+        raise UserError(f"{name}: this split has files of another type than {every[0].name}; name a pattern of files")
     links = sum(path.is_dir() and path.is_symlink() for path in found)
     others = sum(not path.is_dir() for path in found) - len(files)
     kind = "" if files == [Path(name)] else f"{len(files):,} {_type(files[0])} files, "
@@ -323,6 +327,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
         yield from _read_rows(records, str(path), path.stat().st_size // max(1, table.metadata.num_rows))
 
 
+TEXTS = {".md", ".rst", ".html", ".htm", ".tex", ".py"}  # suffixes of files that are read as they are
 READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
     ".txt": _read_text,
     ".jsonl": _read_lines,

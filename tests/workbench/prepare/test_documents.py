@@ -79,6 +79,33 @@ def test_a_folder_has_the_files_of_one_type_in_sorted_order(tmp_path: Path, capl
         documents_of(f"{tmp_path}/x*.txt")
 
 
+def test_files_of_text_are_read_as_they_are_if_there_are_no_others(tmp_path: Path) -> None:
+    for name in ("a.md", "b/c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list(texts(documents_of(tmp_path))) == ["a.md", "b/c.md"]
+    (tmp_path / "d.html").write_text("d.html")
+    assert list(texts(documents_of(f"{tmp_path}/*.html"))) == ["d.html"]
+    with pytest.raises(UserError, match=r"it has 1 \.html and 2 \.md; name a file"):
+        documents_of(tmp_path)
+    (tmp_path / "e.txt").write_text("e.txt")
+    assert list(texts(documents_of(tmp_path))) == ["e.txt"]
+
+
+@pytest.mark.parametrize("others", [["x.md", "y.md"], ["x.png", "y.png"], ["x.wav"], ["b.xml", "c.xml"], ["test.md"]])
+def test_the_files_of_other_programs_do_not_hide_those_of_the_data(tmp_path: Path, others: list[str]) -> None:
+    """`load_dataset` reads the files of the type that most have."""
+    for name in ("a.txt", *others):
+        (tmp_path / name).write_text(name)
+    assert list(texts(documents_of(tmp_path))) == ["a.txt"]
+
+
+def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="write the data set with to_parquet instead"):
+        documents_of(tmp_path / "saved")
+
+
 def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("text")
     with pytest.raises(UserError, match="but it has none; name a file, a pattern or a folder with"):
