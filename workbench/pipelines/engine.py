@@ -27,7 +27,7 @@ from workbench.pipelines.recorder import record_steps
 from workbench.run import layout_checks
 from workbench.schedules.schedules import forward_only
 
-LOADED = 64  # micro-batches of an evaluation that are in memory, so that it may have any number
+LOADED = 64  # micro-batches of an evaluation that are in memory at a time
 
 
 class BatchList:

@@ -4,6 +4,7 @@ The fork server begins to import, too, at the same time. Until `main` begins, Ct
 traceback.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,4 +15,5 @@ from workbench.run.fork_server import start_fork_server
 if (program := Path(sys.argv[0])).name in ("train.py", "generate.py"):  # and not a program that imports one of them
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" not in os.environ:
-        start_fork_server([program.stem])
+        with contextlib.suppress(OSError):  # `run_ranks` tries again, and has a sentence
+            start_fork_server([program.stem])

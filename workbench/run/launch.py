@@ -239,11 +239,13 @@ def missing_ranks(error: Exception) -> str | None:
 
 
 def sentence_of(error: Exception) -> str | None:
-    """Return the sentence that tells a user what to do: that of a UserError, or one about a killed process. Return None
-    for any other error, whose traceback is needed.
+    """Return the sentence that tells a user what to do: that of a UserError, or one about a limit of the system. Return
+    None for any other error, whose traceback is needed.
     """
     if isinstance(error, UserError):
         return str(error)
+    if "Too many open files" in str(error):
+        return "this process may not open more files; raise the limit, such as by `ulimit -n 4096`"
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return (
             f"a process that tokenises has ended ({first_line(error)}), as it does if memory runs out; use a smaller "

@@ -18,7 +18,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from workbench.pipelines.engine import check_model
 from workbench.run import launch
-from workbench.run.launch import check_same_config, init_process_group, missing_ranks, set_up_device
+from workbench.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
 
 
 def with_config_of_its_own(*changes: dict[str, Any]) -> str:
@@ -90,6 +90,14 @@ def test_a_rank_that_waits_in_vain_says_where(pool: WorkerPool) -> None:
 def test_own_errors_are_not_taken_for_those_of_others() -> None:
     for error in (ValueError("Timed out waiting for a friend"), RuntimeError("out of memory"), OSError("by peer")):
         assert missing_ranks(error) is None
+
+
+def test_a_limit_of_open_files_is_a_sentence() -> None:
+    for error in (
+        OSError(24, "Too many open files"),
+        RuntimeError("[enforce fail at device.cc:186] Too many open files"),
+    ):
+        assert "ulimit -n" in str(sentence_of(error))
 
 
 def test_a_rank_that_lost_its_peer_names_itself_as_the_consequence() -> None:
