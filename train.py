@@ -165,7 +165,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     records = (
         begin_run(config, resumed.step if resumed else None, plan and plan.searched) if dist.get_rank() == 0 else []
     )
-    metrics = Metrics(config, model_config, device, dtype, records, resumed.wandb_run_id if resumed else None)
+    metrics = Metrics(config, model_config, device, dtype, records, resumed)
     writer = CheckpointWriter(
         config, model_config, unwrap(model), optimizer, tokenizer, fingerprint, metrics.wandb_run_id
     )

@@ -276,10 +276,10 @@ class Logging(Section):
     """debug: with pp_size > 1, the workbench runs the steps and logs their actions (1F3: micro-batch 3 on stage 1)"""
     use_wandb: bool = False
     """also log metrics to Weights & Biases; offline without a login"""
-    project_name: str = "picotron"
-    """name of the wandb project"""
+    project_name: str | None = None
+    """name of the wandb project; null: WANDB_PROJECT, or picotron"""
     run_name: str | None = None
-    """name of the wandb run; null: wandb chooses one"""
+    """name of the wandb run; null: WANDB_NAME, or wandb chooses one"""
     log_frequency: Positive = 1
     """steps between lines on the console; metrics.jsonl has a line for every step"""
     sample_prompt: str | None = None
@@ -315,10 +315,9 @@ class Config(Section):
         """Whether the run needs a pipeline of the workbench: it has another schedule than AFAB and 1F1B, or chunks, or
         stages written by hand, or keeps some activations, or its actions are recorded or logged, or it generates.
         """
-        layout, watches = self.distributed, self.logging.trace_steps or self.logging.level == "debug"
-        other = layout.pp_engine not in ("afab", "1f1b") or watches
-        generates = self.logging.sample_prompt is not None
-        return bool(layout.pp_size > 1 and other) or self.schedule != Schedule() or generates
+        layout, logging = self.distributed, self.logging
+        other = layout.pp_engine not in ("afab", "1f1b") or logging.trace_steps or logging.level == "debug"
+        return bool(layout.pp_size > 1 and other) or self.schedule != Schedule() or logging.sample_prompt is not None
 
     @property
     def needs_variants(self) -> bool:

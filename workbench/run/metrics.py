@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from picotron.model.families import model_cost
 from workbench.console import print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.run_folder import write_record
+
+if TYPE_CHECKING:
+    from workbench.run.checkpoint.checkpoint import TrainerState
 
 logger = logging.getLogger("picotron")
 
@@ -157,9 +160,13 @@ def check_finite(record: Mapping[str, Any], own_loss: Callable[[], float]) -> No
             raise UserError(f"step {record['step']}: {name} is {record[name]}; {advice}")
 
 
-def _start_wandb(config: Config, run_id: str | None) -> Any:
-    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network, and whatever
-    wandb's own variable WANDB_MODE says.
+def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
+    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network. Wandb's own
+    variables decide what the config leaves open, such as WANDB_MODE and WANDB_DIR.
+
+    Args:
+        repeats: whether steps that are in the wandb run are taken again. Wandb would ignore them, so a new run starts,
+            in a group that is named after the earlier one.
 
     Raises:
         UserError: wandb has no such mode.
@@ -167,20 +174,24 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
     import wandb
 
     try:
-        mode = wandb.setup().settings.mode
+        settings = wandb.setup().settings
     except ValueError as error:
         raise UserError(
             f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
             f"false"
         ) from None
+    mode, folder = settings.mode, settings.root_dir or config.checkpoint.save_dir
     arguments: dict[str, Any] = {
-        "project": config.logging.project_name,
+        "project": config.logging.project_name or settings.project or "picotron",
         "name": config.logging.run_name,
-        "dir": config.checkpoint.save_dir,
+        "dir": folder,
         # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
         "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
     }
-    if run_id is not None:
+    if repeats:
+        logger.info("wandb: a new run in the group %s, because steps of that run are taken again", run_id)
+        arguments["group"] = run_id
+    elif run_id is not None:
         arguments |= {"id": run_id, "resume": "allow"}
     if mode in ("offline", "dryrun", "disabled"):
         logger.info("wandb is %s: WANDB_MODE says so", mode)
@@ -192,8 +203,7 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
         reason = "there is no login"
     except wandb.errors.Error as error:
         reason = first_line(error)
-    folder = f"{config.checkpoint.save_dir}/wandb"
-    logger.warning("wandb cannot go online (%s) and records in %s; `wandb sync` uploads the run", reason, folder)
+    logger.warning("wandb cannot go online (%s) and records in %s/wandb; `wandb sync` uploads the run", reason, folder)
     return wandb.init(**arguments, config=config.model_dump(), mode="offline")
 
 
@@ -203,8 +213,8 @@ class Metrics:
     Args:
         config, model_config: config of the run and of its model.
         device, dtype: device and dtype in which the model computes, for memory and MFU.
-        records: metrics of earlier steps if the run resumes, see `begin_run`.
-        wandb_run_id: id of the wandb run to resume.
+        records: metrics that the run had logged before, see `begin_run`.
+        resumed: state of the checkpoint in the run's folder from which it resumes.
     """
 
     def __init__(
@@ -214,7 +224,7 @@ class Metrics:
         device: torch.device,
         dtype: torch.dtype,
         records: Sequence[dict[str, Any]] = (),
-        wandb_run_id: str | None = None,
+        resumed: "TrainerState | None" = None,
     ) -> None:
         self.config, self.device = config, device
         self.path = Path(config.checkpoint.save_dir, "metrics.jsonl")
@@ -223,14 +233,16 @@ class Metrics:
         self.flops_per_step = cost.flops * self.tokens_per_step
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
         self.vocab_size = model_config.vocab_size
-        losses = [record["loss"] for record in records if "loss" in record] or [math.nan]
+        kept = [record for record in records if resumed and record["step"] <= resumed.step]
+        losses = [record["loss"] for record in kept if "loss" in record] or [math.nan]
         self.first_loss, self.last_loss = losses[0], losses[-1]
-        self.evaluations = [record["eval_loss"] for record in records if "eval_loss" in record]
+        self.evaluations = [record["eval_loss"] for record in kept if "eval_loss" in record]
         self.writes = pgm.process_group_manager.global_rank == 0
-        self.wandb, self.wandb_run_id = None, wandb_run_id
+        self.wandb, self.wandb_run_id = None, resumed.wandb_run_id if resumed else None
         self.first: tuple[int, float] | None = None  # step that this run has logged, and when
         if self.writes and config.logging.use_wandb:
-            self.wandb = _start_wandb(config, wandb_run_id)
+            repeats = self.wandb_run_id is not None and len(kept) < len(records)
+            self.wandb = _start_wandb(config, self.wandb_run_id, repeats)
             self.wandb_run_id = self.wandb.id
         logger.info(
             "%s | %s parameters, %s on %s",

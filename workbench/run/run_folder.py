@@ -183,8 +183,8 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             again with pp_engine "csv:FILE".
 
     Returns:
-        The records of metrics.jsonl up to `resumed_step`. The file keeps only these; the archived copy has all records.
-        (Likewise for the lines of completions.jsonl.)
+        All records of metrics.jsonl, if this run resumes. The file keeps those up to `resumed_step`; the archived copy
+        has all. (Likewise for the lines of completions.jsonl.)
 
     Raises:
         UserError: the folder cannot be written.
@@ -226,4 +226,4 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
         if searched is not None:
             write_atomically(schedule_file, searched)
-    return records
+    return all_records

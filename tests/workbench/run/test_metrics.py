@@ -67,8 +67,7 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
     )
     resumed = Checkpoint.state_in(checkpoint, folder) if checkpoint else None
     records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
-    wandb_run_id = resumed.wandb_run_id if resumed else None
-    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, records, wandb_run_id)
+    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, records, resumed)
     progress = Progress(resumed.step if resumed else 0)
     for loss in losses:
         metrics.start_step()
@@ -223,7 +222,8 @@ def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str,
 
     fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     fake.login, fake.init = lambda prompt, verify: login != "none", init
-    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))
+    own = types.SimpleNamespace(mode="online", project="theirs", root_dir="/their/folder")
+    fake.setup = lambda: types.SimpleNamespace(settings=own)
     sys.modules["wandb"] = fake
     try:
         log_steps(folder, [1.0, 2.0], wandb=True, checkpoint=checkpoint)
@@ -239,6 +239,7 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
     assert first["logged"] == [(1, 1.5), (2, 2.5)]
     assert first["mode"] == ("online" if login == "good" else "offline")
     assert first["done"]
+    assert (first["project"], first["dir"]) == ("theirs", "/their/folder")  # as WANDB_PROJECT and WANDB_DIR say
     assert first["settings"] == {"init_timeout": 20, "disable_git": True}
     assert second == {"logged": []}  # only rank 0 logs to wandb
 
@@ -249,5 +250,9 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
     calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
     assert (calls["id"], calls["resume"]) == ("abc", "allow")
     assert [step for step, _ in calls["logged"]] == [4, 5]
+    state.step = 4  # wandb has step 5, and would ignore another one
+    calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
+    assert ("id" not in calls, calls["group"]) == (True, "abc")
+    assert [step for step, _ in calls["logged"]] == [5, 6]
     calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
-    assert "id" not in calls
+    assert not {"id", "group"} & calls.keys()
