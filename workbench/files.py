@@ -106,13 +106,15 @@ def parse_json(text: str | bytes, source: str) -> Any:
         UserError: the text is not JSON, is nested too deeply, or has an object with a duplicate key.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError:
+        raise UserError(f"{source} is not UTF-8; convert the file to UTF-8") from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno:,}, column {error.colno:,}" if "\n" in error.doc else f"column {error.colno:,}"
         raise UserError(f"{source} is not valid JSON: {error.msg} at {place}") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; simplify it") from None
-    except ValueError as error:  # not UTF-8, a key that occurs twice, a number with too many digits
+    except ValueError as error:  # a key that occurs twice, a number with too many digits
         raise UserError(f"{source} is not valid JSON: {first_line(error)}") from None
 
 

@@ -1,16 +1,22 @@
 """Documents of data sets: files, Python's standard library, data sets of the Hugging Face Hub, and mixtures of them."""
 
+import bz2
 import contextlib
 import csv
+import functools
 import glob
+import gzip
 import hashlib
 import io
 import itertools
 import logging
+import lzma
 import os
 import random
+import re
 import sys
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
@@ -20,11 +26,10 @@ from picotron.config import Dataset as DatasetSection
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
 from workbench.prepare.text import Columns, cut, use_one_of
-from workbench.run.hub import connect
+from workbench.run.hub import connect, is_reachable
 
 logger = logging.getLogger("picotron")
 
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # with pyarrow's names
 PYTHON_STDLIB = "python-stdlib"
 ROWS = 100  # rows of a table that are read at a time
 TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
@@ -81,7 +86,7 @@ def load_documents(
         UserError: a data set does not exist or cannot be read.
     """
     weights, columns = section.weights, section.columns if columns is None else columns
-    parts = [_load(name, section, columns) for name in weights]
+    parts = [_load(name, section, columns, limit) for name in weights]
     mixture = (weights, seed) if len(parts) > 1 else None
     key = repr(([part.key for part in parts], columns, limit, mixture))
 
@@ -109,11 +114,11 @@ def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int)
         yield document
 
 
-def _load(name: str, section: DatasetSection, columns: Columns) -> Documents:
+def _load(name: str, section: DatasetSection, columns: Columns, limit: int | None) -> Documents:
     if name != PYTHON_STDLIB and not (os.path.exists(name) or glob.glob(name, recursive=True)):
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
             raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
-        return _hub_documents(name, section, columns)
+        return _hub_documents(name, section, columns, limit)
     files = files_of(name, section, section.split)
     evaluated: list[Path] = []
     if section.eval_name and section.eval_name not in section.weights and os.path.exists(section.eval_name):
@@ -184,7 +189,8 @@ def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
 
 def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Path]:
     """List the files that a path or a pattern stands for, and those in folders, in sorted order. Hidden files and those
-    of unknown types are left out, and so are the files of TEXTS if there are others.
+    of unknown types are left out, and so are text files if there are others; a text file that is named itself may have
+    any suffix.
 
     Args:
         wanted: the files to list, of those in a folder; None: all.
@@ -194,15 +200,16 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
         UserError: no file has a known type, or there are files of several types.
     """
     found: set[Path] = set()
-    for path in [Path(name)] if os.path.exists(name) else map(Path, glob.glob(name, recursive=True)):
+    named = [Path(name)] if os.path.exists(name) else [*map(Path, glob.glob(name, recursive=True))]
+    for path in named:
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    if Path(name, "dataset_info.json").is_file() and Path(name, "state.json").is_file():
+    if {"dataset_info.json", "state.json"} <= {path.name for path in found}:
         raise UserError(f"{name} was written by save_to_disk of datasets; write the data set with to_parquet instead")
     readable = sorted(path for path in found if path.is_file())
     files = [path for path in readable if _type(path) in READERS]
-    if not files:  # a file without a suffix is text, if it is named itself
-        files = [path for path in readable if _type(path) in TEXTS or (path == Path(name) and not path.suffix)]
+    if not files:
+        files = [path for path in readable if _type(path) in TEXTS or (path in named and _is_text(path))]
     counts = Counter(map(_type, files))
     if len(counts) != 1:
         has = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
@@ -220,6 +227,11 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
     if logs:
         logger.info("%s: %s%s bytes%s", name, kind, f"{sum(file.stat().st_size for file in files):,}", ignored)
     return files
+
+
+def _is_text(path: Path) -> bool:
+    with _opened(path) as file:
+        return b"\0" not in file.read(ROWS)
 
 
 def python_stdlib() -> list[Path]:
@@ -242,23 +254,32 @@ def _user_errors(name: Path | str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
-    except OSError as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if getattr(error, "errno", None) is None:  # not of the file system
+            raise UserError(
+                f"{name} cannot be decompressed: {first_line(error)}; check it with its own program, or unpack it first (zstd "
+                f"-d --long=31 also unpacks a .zst file with a long window)"
+            ) from None
         raise UserError(
             f"{error.filename or name} cannot be read: {first_line(error)}; check the file and its permissions"
         ) from None
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, which may be compressed."""
-    with _user_errors(path), path.open("rb") as file:
-        if path.suffix not in COMPRESSIONS:
-            yield file
-            return
-        import pyarrow
+def _zstd(path: Path) -> io.BufferedReader:
+    import pyarrow
 
-        stream: Any = pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix])
-        yield io.BufferedReader(stream)
+    stream: Any = pyarrow.input_stream(str(path), compression="zstd")
+    return io.BufferedReader(stream)
+
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file, which may be compressed."""
+    with _user_errors(path), COMPRESSIONS.get(path.suffix, functools.partial(open, mode="rb"))(path) as file:
+        yield file
 
 
 def _read_text(path: Path, _: Columns) -> Iterator[Iterator[Record]]:
@@ -276,14 +297,18 @@ def _read_text(path: Path, _: Columns) -> Iterator[Iterator[Record]]:
 def _read_lines(path: Path, _: Columns) -> Iterator[list[Record]]:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            if line := line.rstrip():
+            if (line := line.rstrip()) == b"{":
+                raise UserError(
+                    f"{path}: a record has several lines; write one record per line, or an array in a .json file"
+                )
+            if line:
                 yield [Record(f"{path}, line {number:,}", line, len(line))]
 
 
 def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
     """A .json file holds an array, which is read as a whole, or a record per line."""
     with _opened(path) as file:
-        if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
+        if not file.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _read_lines(path, columns)
             return
         content = file.read()
@@ -292,11 +317,11 @@ def _read_json(path: Path, columns: Columns) -> Iterator[list[Record]]:
         yield [Record(f"{path}, record {number:,}", record, len(content) // len(records))]
 
 
-def _read_csv(path: Path, _: Columns) -> Iterator[list[Record]]:
+def _read_csv(path: Path, _: Columns, delimiter: str = ",") -> Iterator[list[Record]]:
     """All values of a .csv file are text: 007 is not 7."""
     csv.field_size_limit(sys.maxsize)
     with _opened(path) as file:
-        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         try:
             if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
                 raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
@@ -327,12 +352,14 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
         yield from _read_rows(records, str(path), path.stat().st_size // max(1, table.metadata.num_rows))
 
 
-TEXTS = {".md", ".rst", ".html", ".htm", ".tex", ".py"}  # suffixes of files that are read as they are
+TEXTS = {".md", ".rst", ".html", ".htm", ".tex", ".py"}  # suffixes of files in folders that are read as they are
 READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
     ".txt": _read_text,
     ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": functools.partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,
 }
 
@@ -351,11 +378,13 @@ def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[
             all others as text.
     """
     lists = [name for name, kind in types.items() if kind.startswith(("list", "large_list", "nested"))]
-    texts = [name for name, kind in types.items() if kind in ("string", "large_string", "string_view")]
+    text = re.compile(r"(dictionary<values=)?(large_)?string(_view)?\b")
+    texts = [name for name, kind in types.items() if text.match(kind)]
     for key, column in columns.items():
         is_list = column in lists and key != "text_column"
         if key != "messages_column" and column not in texts and not is_list:
-            raise UserError(f"dataset.{key}={column!r}: {source} has no text there; {use_one_of(texts)}")
+            kind = f", but the type {types[column]}" if column in types else ""
+            raise UserError(f"dataset.{key}={column!r}: {source} has no text there{kind}; {use_one_of(texts)}")
         if column not in types:
             others = [name for name in types if name not in texts]
             raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others or [*types]}")
@@ -386,13 +415,20 @@ def _read_rows(rows: Iterable[dict[str, Any]], source: str, size: int) -> Iterat
         ) from None
 
 
-def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Documents:
-    """Download a data set of the hub, unless it is in the cache of `datasets`."""
+def _hub_documents(name: str, section: DatasetSection, columns: Columns, limit: int | None) -> Documents:
+    """Read a data set of the hub: the first `limit` rows are streamed; all are downloaded to the cache of `datasets`."""
     try:
         connect(name)  # before the import, which reads whether to work offline
         import datasets  # imported here because it is slow, and only one process per machine needs it
 
-        rows = datasets.load_dataset(name, section.subset_name, split=section.split)
+        rows: Any
+        if limit is not None and is_reachable():
+            builder = datasets.load_dataset_builder(name, section.subset_name)
+            rows, size = builder.as_streaming_dataset(section.split)._resolve_features().take(limit), 0
+            key = repr((name, builder.hash, section.subset_name, section.split))
+        else:
+            rows = datasets.load_dataset(name, section.subset_name, split=section.split)
+            key, size = rows._fingerprint, rows.dataset_size or 0
     except Exception as error:  # unknown on the hub, no network, unknown split, ...
         raise UserError(
             f"dataset.name={name!r} cannot be loaded ({first_line(error)}); use a hub id, a folder, a file or "
@@ -400,5 +436,5 @@ def _hub_documents(name: str, section: DatasetSection, columns: Columns) -> Docu
         ) from None
     types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
     rows = rows.select_columns(check_columns(columns, types, name))  # others, such as images, would be decoded
-    size = (rows.dataset_size or 0) // max(1, len(rows))
-    return Documents(name, rows._fingerprint, size * len(rows) or None, lambda: _read_rows(rows, name, size))
+    per_row = size // max(1, len(rows)) if size else 0
+    return Documents(name, key, size or None, lambda: _read_rows(rows, name, per_row))

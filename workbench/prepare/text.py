@@ -63,7 +63,8 @@ def text_of(record: Any, key: str, column: str) -> str | None:
     text = record.get(column, 0)
     if text is not None and not isinstance(text, str):
         columns = [name for name, value in record.items() if isinstance(value, str)]
-        raise UserError(f"dataset.{key}={column!r} has no text there; {use_one_of(columns)}")
+        found = f", but the {type(text).__name__} {str(text)[:20]}" if column in record else ""
+        raise UserError(f"dataset.{key}={column!r} has no text there{found}; {use_one_of(columns)}")
     return None if text is None else check_characters(text)
 
 

@@ -128,6 +128,8 @@ def read_tokenizer(
             connect(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
+        if "tiktoken" in str(error):  # what transformers tries last
+            choices += ", or install sentencepiece, which reads a tokenizer.model"
         raise UserError(
             f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to {choices}"
         ) from None

@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import lzma
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -100,10 +101,49 @@ def test_the_files_of_other_programs_do_not_hide_those_of_the_data(tmp_path: Pat
     assert list(texts(documents_of(tmp_path))) == ["a.txt"]
 
 
+def test_a_text_file_that_is_named_may_have_any_suffix(tmp_path: Path) -> None:
+    (tmp_path / "ls.1").write_text("ls")
+    (tmp_path / "a.bin").write_bytes(b"\0a")
+    assert list(texts(documents_of(f"{tmp_path}/*.1"))) == list(texts(documents_of(tmp_path / "ls.1"))) == ["ls"]
+    for name in (tmp_path, tmp_path / "a.bin"):
+        with pytest.raises(UserError, match="it has none; name a file"):
+            documents_of(name)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("tsv", "to_csv"), ("ndjson", "to_json"), ("parquet", "to_parquet")])
+def test_tables_of_other_programs_are_read(tmp_path: Path, suffix: str, write: str) -> None:
+    options = {"tsv": {"sep": "\t"}, "ndjson": {"orient": "records", "lines": True}, "parquet": {}}[suffix]
+    table = pandas.DataFrame({"text": pandas.Categorical(["a, b", "c", "a, b"]), "n": [1, 2, 3]})
+    getattr(table, write)(tmp_path / f"a.{suffix}", index=False, **options)
+    assert list(texts(documents_of(tmp_path))) == ["a, b", "c", "a, b"]
+
+
+@pytest.mark.parametrize("limit", [1, 3, None])
+def test_the_first_rows_of_a_hub_data_set_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """A folder stands for the hub."""
+    folder, calls = tmp_path / "somebody", list[bool]()
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(f'{{"n": {i}, "text": "{i}"}}\n' for i in range(5)))
+    load, build = datasets.load_dataset, datasets.load_dataset_builder
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda _, *rest, **keys: calls.append(True) or load(str(folder), **keys)
+    )
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: build(str(folder)))
+    for name in ("connect", "is_reachable"):
+        monkeypatch.setattr(f"workbench.prepare.documents.{name}", lambda *_: True)
+    assert list(texts(documents_of("somebody/data", limit))) == ["0", "1", "2", "3", "4"][:limit]
+    assert calls == [True] * (limit is None)
+
+
 def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="write the data set with to_parquet instead"):
-        documents_of(tmp_path / "saved")
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    for name in ("rows", "splits"):
+        with pytest.raises(UserError, match="write the data set with to_parquet instead"):
+            documents_of(tmp_path / name)
 
 
 def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path) -> None:
@@ -166,12 +206,13 @@ LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
     content = LINES if kind == "jsonl" else pandas.DataFrame(RECORDS).to_csv(index=False).encode()
     (tmp_path / f"0.{kind}").write_bytes(content)
-    (tmp_path / f"1.{kind}.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
+    (tmp_path / f"1.{kind}.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]) + b"\0" * 9)
     (tmp_path / f"2.{kind}.bz2").write_bytes(bz2.compress(content))
     (tmp_path / f"3.{kind}.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    (tmp_path / f"4.{kind}.xz").write_bytes(lzma.compress(content))
     plain = list(texts(documents_of(tmp_path / f"0.{kind}")))
     assert plain == ([content.decode()] if kind == "txt" else [record["text"] for record in RECORDS])
-    assert list(texts(documents_of(tmp_path))) == plain * 4
+    assert list(texts(documents_of(tmp_path))) == plain * 5
 
 
 @pytest.mark.parametrize(
@@ -184,7 +225,21 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
         ),
         ("a.txt.gz", gzip.compress(b"a" * 70_000 + b"\xff"), r"a\.txt\.gz is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', "line 3: the record is not valid JSON: .* at column 10"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', "line 2: dataset.text_column='text' has no text there"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 1}\n',
+            "line 2: dataset.text_column='text' has no text there, but the int 1",
+        ),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "line 1: the record is not UTF-8; convert the file"),
+        (
+            "a.json",
+            json.dumps({"text": "a"}, indent=2).encode(),
+            "a record has several lines; write one record per line",
+        ),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "a.jsonl.gz cannot be decompressed"),
+        ("a.jsonl.bz2", LINES, "a.jsonl.bz2 cannot be decompressed"),
+        ("a.jsonl.zst", LINES, "a.jsonl.zst cannot be decompressed"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:-9], "a.jsonl.xz cannot be decompressed"),
         ("a.jsonl", b"[" * 100_000, "line 1: the record is nested too deeply"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', "the key 'text' occurs twice"),
         ("a.json", b'[{"text": "a"}, {"n": 1}]', "record 2: dataset.text_column='text' has no text there"),

@@ -67,7 +67,8 @@ def test_rows_of_a_hub_data_set_become_samples(monkeypatch: pytest.MonkeyPatch, 
     with_template(folder, CHATML)
     assert len(encode(config_of("somebody/data", folder, **CHAT)).lengths) == 4
     with pytest.raises(
-        UserError, match=r"completion_column='n': somebody/data has no text there; use one of \['q', 'a'\]"
+        UserError,
+        match=r"completion_column='n': somebody/data has no text there, but the type int64; use one of \['q', 'a'\]",
     ):
         encode(config_of("somebody/data", folder, dataset__prompt_column="q", dataset__completion_column="n"))
 
