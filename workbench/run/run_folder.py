@@ -29,7 +29,7 @@ logger = logging.getLogger("picotron")
 CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in forked processes, which may live longer
 os.register_at_fork(after_in_child=CLAIM.close)
 COMPLETIONS = "completions.jsonl"  # whose lines begin with their step: {"step": 20, ...
-LARGEST = 1e30  # number in a record, so that it can be averaged and plotted
+LARGEST = 1e300  # number in a record, so that a mean of them is finite
 
 
 def claim_save_dir(config: Config) -> None:

@@ -32,6 +32,7 @@ COLUMNS = (
     f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
 FAILED = ("fail", "oom")
+DIVERGED = 1.1  # times the first loss, above which a run has diverged if it ends there
 # Keys that differ without a choice of the sweep, or have a column of another name.
 OWN_KEYS = """
     checkpoint.save_dir checkpoint.load_path logging.run_name distributed.dp_size distributed.pp_size
@@ -55,7 +56,8 @@ class Run:
 
     Args:
         name: the name of its job.
-        status: the status of its job, or "" if the run was started by hand.
+        status: the status of its job, or "" if the run was started by hand; "diverged" if it has completed with a loss
+            of more than DIVERGED times the first one.
         config: the config, or None if it is invalid.
         records: the records of metrics.jsonl.
         problem: the first problem of the run's files, or the error in the log of a failed run, or "".
@@ -71,7 +73,11 @@ class Run:
 
     @property
     def label(self) -> str:
-        return self.name + f" ({self.status})" * (self.status in FAILED)
+        return self.name + f" ({self.status})" * (self.status in (*FAILED, "diverged"))
+
+    @property
+    def losses(self) -> list[float]:
+        return field_values(self.records, "loss")
 
     @property
     def computation(self) -> str:
@@ -110,6 +116,9 @@ def read_run(job: Job) -> Run:
         forecast, problem = {}, problem or str(error)
     if problem or damage:
         logger.warning("%s: %s", job.folder, problem or damage)
+    losses = field_values(records, "loss")
+    if status in ("completed", "") and losses and losses[-1] > DIVERGED * losses[0]:
+        status = "diverged"
     return Run(name, status, config, records, problem or damage or error_in_log(job, status), forecast)
 
 
@@ -181,6 +190,16 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
     return text_table(lines, first_number=1)
 
 
+def best(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence about the run with the lowest loss of its last evaluation, or of its last step; "" of one run."""
+    column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
+    found = {row["name"]: row[column] for row in rows if math.isfinite(row.get(column, math.nan))}
+    if len(found) < 2:
+        return ""
+    name = min(found, key=lambda name: found[name])
+    return f"the lowest {column.replace('_', ' ')} is {found[name]:.4f}, of {name}"
+
+
 def last(values: Sequence[float]) -> float:
     """Return the last value."""
     return values[-1]
@@ -231,6 +250,10 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
             evaluated = [record for record in run.records if record.get("eval_loss") is not None]
             steps, losses = field_values(evaluated, "step"), field_values(evaluated, "eval_loss")
             axes.plot(steps, losses, "o", color=colour, markersize=5, markeredgecolor="black")
+    drawn = [losses for run in runs if (losses := [each for each in run.losses if math.isfinite(each)])]
+    if drawn and axes.get_ylim()[1] > (ceiling := DIVERGED * max(losses[0] for losses in drawn)):
+        lowest = min(map(min, drawn))
+        axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)  # a diverged run would flatten all others
     marks = ["dot: evaluation"] * any("eval_loss" in record for run in runs for record in run.records)
     marks += ["cross: the run failed"] * any(run.records and run.status in FAILED for run in runs)
     axes.set(xlabel="\n".join(["step", *["; ".join(["line: training", *marks])] * bool(marks)]), ylabel="loss")
@@ -248,10 +271,10 @@ def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: 
     low, high = axes.get_ylim()
     ends = []
     for group, colour in zip(groups, palette, strict=False):
-        if losses := [loss for loss in field_values(group[0].records, "loss") if math.isfinite(loss)]:
+        if losses := [loss for loss in group[0].losses if math.isfinite(loss)]:
             styles = [f"{STYLES[i % len(STYLES)]} " if len(group) > 1 else "" for i in range(len(group))]
             names = "\n".join(style + escape_dollars(run.label) for style, run in zip(styles, group, strict=True))
-            ends.append(((losses[-1] - low) / (high - low), names, colour, len(group)))
+            ends.append((min(1.0, (losses[-1] - low) / (high - low)), names, colour, len(group)))
     free = 0.0  # as a fraction of the height
     for place, names, colour, lines in sorted(ends, key=lambda end: end[0]):
         height = 0.034 * lines
@@ -336,6 +359,8 @@ def main(arguments: Sequence[str] | None = None, description: str | None = None)
     statuses = ", ".join(f"{count} {status or 'by hand'}" for status, count in Counter(r.status for r in runs).items())
     if forecasts := [row for row in rows if {f"forecast_{RATE}", "forecast_memory_gb"} <= row.keys()]:
         print_line(f"Measured and forecast:\n{comparison(forecasts)}\n")
+    if sentence := best(rows):
+        print_line(sentence)
     print_line(
         f"{len(runs)} run{'s' * (len(runs) > 1)} ({statuses}): metrics.csv, loss.png and throughput.png in {options.inp_dir}"
     )

@@ -8,9 +8,10 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from workbench.sweep import table as extract_metrics
-from workbench.sweep.jobs import Job
+from workbench.sweep.jobs import Job, find_jobs
 
 PLOTS = ("loss.png", "throughput.png")
 
@@ -107,6 +108,22 @@ def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
         assert rows[name]["mean_tokens_per_second_per_gpu"] == rows[name]["mfu"] == ""
     assert rows["never"]["dp"] == "2"
     assert rows["no_config"]["dp"] == ""
+
+
+def test_a_diverged_run_is_named_and_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {"a": [7.0, 6.0, 5.0], "b": [7.0, 5.0, 4.0], "far": [7.0, math.nan, 4e35], "plateau": [7.0, 9.0, 8.0]}
+    for name, each in losses.items():
+        job(tmp_path / name, [record(i, 10.0, loss, grad_norm=loss) for i, loss in enumerate(each, 1)], "completed")
+    rows = extract(tmp_path)
+    assert [row["status"] for row in rows.values()] == ["completed", "completed", "diverged", "diverged"]
+    assert {row["problem"] for row in rows.values()} == {""}
+    assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
+    figure = Figure()
+    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in find_jobs(tmp_path)], figure)
+    low, high = figure.axes[0].get_ylim()
+    assert (3 < low < 4, 7 < high < 8) == (True, True)
 
 
 def test_keys_that_the_sweep_varies_and_the_reason_of_a_failure_are_columns(tmp_path: Path) -> None:
