@@ -1,7 +1,7 @@
 """Train on preferences:  python -m examples.dpo --model.name DIR --dataset.name pairs.jsonl
 
 Each line of the file has a "prompt" and two answers, "chosen" and "rejected": three texts, or three lists of messages
-for the tokenizer's chat template. Direct Preference Optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) makes
+for the tokenizer's chat template; OpenAI's format, with "preferred_output", is read, too. Direct Preference Optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) makes
 the chosen answer likelier than the rejected one, compared with a reference: the model in DIR, where training begins.
 
 Options are those of train.py, and --beta. The defaults, examples/dpo.json, are for a pretrained model: a learning rate
@@ -77,6 +77,9 @@ def read_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[tuple
         return tokens[:-1].tolist(), np.where(counted[1:], tokens[1:], IGNORE_INDEX).tolist()
 
     def pair(record: Any) -> Iterator[tuple[Row, Row]]:
+        if isinstance(record, dict) and isinstance(record.get("input"), dict):  # OpenAI's format
+            answers = {"chosen": record.get("preferred_output"), "rejected": record.get("non_preferred_output")}
+            record = record["input"] | answers
         chosen, rejected = map(row, samples_of(record))
         if isinstance(record["chosen"], str) and not prompt_in(record):  # then the answers begin with the prompt
             equal = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen[0], rejected[0], strict=False))

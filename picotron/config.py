@@ -267,6 +267,8 @@ class Checkpoint(Section):
     """checkpoint or model folder to start from, "latest" (the newest in save_dir), or "latest or FOLDER"; "": none"""
     keep_last: NonNegative = 0
     """keep only the newest N checkpoints; 0: keep all"""
+    keep_best: bool = False
+    """also keep the one with the lowest eval_loss"""
     async_save: bool = False
     """copy a checkpoint to host memory and write it in the background, while training continues"""
 

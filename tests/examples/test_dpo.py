@@ -152,6 +152,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"prompt": [U("What?")], "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
         {"messages": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
         {"chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
+        {"input": {"messages": [U("What?")]}, "preferred_output": [A("is 2")], "non_preferred_output": [A("is it")]},
     ],
     "texts": [
         {"prompt": "What?", "chosen": " 2", "rejected": " it"},
@@ -161,7 +162,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_shapes_of_trl_are_the_same_pair(folder: Path, tmp_path: Path, shape: str) -> None:
+def test_all_shapes_of_trl_and_openai_are_the_same_pair(folder: Path, tmp_path: Path, shape: str) -> None:
     save_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
     path = write_jsonl(tmp_path / "pairs.jsonl", SHAPES[shape])

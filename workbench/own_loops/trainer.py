@@ -52,7 +52,7 @@ KEYS_OF_TRAIN = """
     dataset.eval_split dataset.subset_name dataset.split dataset.num_proc dataset.text_column dataset.prompt_column
     dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.skip_invalid dataset.long_samples
     dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt
-    logging.trace_steps
+    logging.trace_steps checkpoint.keep_best
 """  # sections and keys of the config that have an effect in train.py, but not in every program
 DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
 RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`

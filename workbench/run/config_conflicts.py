@@ -37,6 +37,11 @@ def conflicts(config: Config) -> Iterator[str]:
 
     if dataset.eval_name and not training.eval_frequency:
         yield f"dataset.eval_name={dataset.eval_name!r} needs evaluations, but training.eval_frequency=0; set it, or remove the name"
+    if config.checkpoint.keep_best and not (training.eval_frequency and config.checkpoint.keep_last):
+        yield (
+            f"checkpoint.keep_best=true needs evaluations and old checkpoints to delete, but training.eval_frequency="
+            f"{training.eval_frequency} and checkpoint.keep_last={config.checkpoint.keep_last}; set both, or remove the key"
+        )
     if config.logging.sample_prompt and (not training.eval_frequency or layout.dp_engine == "zero3"):
         yield (
             f"logging.sample_prompt needs evaluations and weights in memory, but training.eval_frequency="

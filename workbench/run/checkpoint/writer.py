@@ -247,10 +247,14 @@ class CheckpointWriter:
         write_file(folder / STATE_FILE, [(0, state.to_json().encode())])
 
     def _delete_old(self) -> None:
-        """Delete all checkpoints but the last ones that the config keeps."""
-        keep = self.config.checkpoint.keep_last
-        for old in list(checkpoint_folders(self.save_dir).values())[:-keep] if keep else []:
-            delete_checkpoint(old)
+        """Delete all checkpoints but the last ones that the config keeps, and the best one."""
+        config, found = self.config.checkpoint, checkpoint_folders(self.save_dir)
+        records, _ = read_records(self.save_dir / "metrics.jsonl") if config.keep_best else ([], "")
+        losses = {each["step"]: each["eval_loss"] for each in records if each["step"] in found and "eval_loss" in each}
+        best = min(losses, key=lambda step: losses[step], default=None)
+        for step in [*found][: -config.keep_last] if config.keep_last else []:
+            if step != best:
+                delete_checkpoint(found[step])
 
     def _indices(self, written: list[WrittenFile]) -> dict[str, bytes]:
         """Return the index of each kind, which maps tensors to files. (A single file has one, too, so that no program

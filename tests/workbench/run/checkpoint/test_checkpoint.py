@@ -107,6 +107,17 @@ def test_latest_resumes_and_keep_last_deletes_older_checkpoints(
     assert third["losses"] == []  # training was complete
 
 
+def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+) -> None:
+    losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 4.0, 10: 5.0}  # step 3 has no checkpoint
+    lines = [json.dumps({"step": step, "loss": 1.0, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 1, "checkpoint__keep_best": True}
+    run(pool, run_config(tmp_path, {}, training__eval_frequency=1, **keys), model_of(False), tokenizer)
+    assert list(checkpoint_folders(tmp_path)) == [4, 10]
+
+
 def test_changed_data_restarts_at_sample_0_and_keeps_the_step(
     pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
 ) -> None:
