@@ -217,6 +217,9 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
             f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, or text such as .md, but it has {has}; name a "
             f"file, a pattern or a folder with files of one type"
         )
+    unpacked = Counter(path.with_suffix("") if path.suffix in COMPRESSIONS else path for path in files)
+    if twice := next((path for path, count in unpacked.items() if count > 1), None):
+        raise UserError(f"{name} has {twice.name} more than once, compressed and not; remove one of the files")
     every, files = files, [path for path in files if wanted is None or path.resolve() in wanted]
     if not files:
         raise UserError(f"{name}: this split has files of another type than {every[0].name}; name a pattern of files")

@@ -128,7 +128,7 @@ def read_tokenizer(
             connect(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
-        if "tiktoken" in str(error):  # what transformers tries last
+        if "`tiktoken` is required" in str(error):  # what transformers tries last
             choices += ", or install sentencepiece, which reads a tokenizer.model"
         raise UserError(
             f"cannot load a tokenizer from {name!r} ({first_line(error)}); set model.tokenizer to {choices}"

@@ -37,6 +37,11 @@ def conflicts(config: Config) -> Iterator[str]:
 
     if dataset.eval_name and not training.eval_frequency:
         yield f"dataset.eval_name={dataset.eval_name!r} needs evaluations, but training.eval_frequency=0; set it, or remove the name"
+    if dataset.eval_name in dataset.weights and dataset.eval_split in (None, dataset.split):
+        yield (
+            f"dataset.eval_name={dataset.eval_name!r} is a data set to train on, too; set eval_split to another split, or "
+            f"remove the name (rows that are not trained on are then evaluated)"
+        )
     if config.checkpoint.keep_best and not (training.eval_frequency and config.checkpoint.keep_last):
         yield (
             f"checkpoint.keep_best=true needs evaluations and old checkpoints to delete, but training.eval_frequency="

@@ -154,6 +154,9 @@ def test_a_folder_without_data_or_with_several_types_is_rejected(tmp_path: Path)
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=r"it has 2 \.jsonl and 1 \.txt; name a file"):
         documents_of(tmp_path)
+    (tmp_path / "b.jsonl.gz").write_text("")
+    with pytest.raises(UserError, match=r"has b\.jsonl more than once"):
+        documents_of(f"{tmp_path}/b*")
 
 
 CARD = """---
