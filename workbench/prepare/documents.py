@@ -35,8 +35,8 @@ ROWS = 100  # rows of a table that are read at a time
 TOOLS = "tools"  # column, beside messages, with JSON schemas of the functions that the assistant may call
 SYSTEM = "system"  # column, beside messages, with a system prompt, as ShareGPT has it
 WEIGHT = "weight"  # column, beside messages, with 0 for conversations that do not count
-INPUT = "input"  # column, beside prompts, that Alpaca's format has
-BESIDE = {"messages_column": (SYSTEM, TOOLS, WEIGHT), "prompt_column": (TOOLS, INPUT)}  # columns that are read, too
+REST = ("input", "history", SYSTEM)  # columns, beside prompts, with more of the prompt in Alpaca's format
+BESIDE = {"messages_column": (SYSTEM, TOOLS, WEIGHT), "prompt_column": (TOOLS, *REST)}  # columns that are read, too
 
 
 class Record(NamedTuple):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from picotron.console import UserError
 from workbench.prepare.conversations import ChatTemplate, Conversations, Sample, messages_of, tools_of
-from workbench.prepare.documents import INPUT, WEIGHT
+from workbench.prepare.documents import REST, WEIGHT
 from workbench.prepare.text import Columns, Start, start_of, text_of
 from workbench.prepare.token_characters import Spans, SpanTokenizer
 
@@ -108,10 +108,11 @@ class PromptsAndCompletions:
             yield from self.conversation(record)
             return
         prompt, completion = (self.text(record, key) for key in ("prompt_column", "completion_column"))
-        if self.columns["prompt_column"] == "instruction" and record.get(INPUT):
+        rest = [name for name in REST if record.get(name) and name not in self.columns.values()]
+        if self.columns["prompt_column"] == "instruction" and rest:
             raise UserError(
-                f"the record also has the column {INPUT!r}, which prompt_column='instruction' leaves out; write both into one "
-                f"column, such as instruction + '\\n' + {INPUT}, and name that one"
+                f"the record also has the column {rest[0]!r}, which prompt_column='instruction' leaves out; write both into one "
+                f"column, such as instruction + '\\n' + {rest[0]}, and name that one"
             )
         text = prompt + completion
         begin = self.start.before(text) if prompt or self.start.tokens else self.end

@@ -171,11 +171,19 @@ def test_records_of_weight_0_are_left_out(tmp_path: Path, folder: str) -> None:
         ({"chat": [USER, ANSWER | {"weight": 0.5}]}, CHAT, "weight=0.5 should be 0 or 1"),
         ({"chat": [USER, ANSWER], "weight": 2.5}, CHAT, "weight=2.5 should be 0 or 1"),
         ({"chat": [{"from": "human"}]}, CHAT, "should have a list of messages there"),
-        ({"q": [USER], "a": "A"}, PROMPTS, "columns q and a should have two texts, or two lists of messages"),
         (
-            {"instruction": "Add", "input": "1 2", "output": "3"},
-            {"dataset__prompt_column": "instruction", "dataset__completion_column": "output"},
-            "also has the column 'input', which prompt_column='instruction' leaves out",
+            {"chat": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "s"},
+            CHAT,
+            "no message of that role beside",
+        ),
+        ({"q": [USER], "a": "A"}, PROMPTS, "columns q and a should have two texts, or two lists of messages"),
+        *(
+            (
+                {"instruction": "Add", key: "1 2", "output": "3"},
+                {"dataset__prompt_column": "instruction", "dataset__completion_column": "output"},
+                f"also has the column {key!r}, which prompt_column='instruction' leaves out",
+            )
+            for key in ("input", "history", "system")
         ),
     ],
 )
@@ -186,7 +194,7 @@ def test_shapes_that_would_be_half_read_are_refused(
     name = write_jsonl(tmp_path / "a.jsonl", [record])
     with pytest.raises(UserError, match=message):
         encode(config_of(name, folder, **keys))
-    if "input" in record:
+    if "instruction" in record:
         pandas.DataFrame([record]).to_parquet(tmp_path / "a.parquet")
         with pytest.raises(UserError, match=message):
             encode(config_of(str(tmp_path / "a.parquet"), folder, **keys))
