@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
 from picotron.console import UserError, first_line
@@ -258,7 +258,7 @@ def _user_errors(name: Path | str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if getattr(error, "errno", None) is None:  # not of the file system
+        if not isinstance(error, OSError) or error.errno is None:  # not of the file system
             raise UserError(
                 f"{name} cannot be decompressed: {first_line(error)}; check it with its own program, or unpack it first (zstd "
                 f"-d --long=31 also unpacks a .zst file with a long window)"
@@ -419,7 +419,7 @@ def _read_rows(rows: Iterable[dict[str, Any]], source: str, size: int) -> Iterat
 
 
 def _hub_documents(name: str, section: DatasetSection, columns: Columns, limit: int | None) -> Documents:
-    """Read a data set of the hub: the first `limit` rows are streamed; all are downloaded to the cache of `datasets`."""
+    """Read a data set of the hub: its first `limit` rows as a stream; without a limit, all, after a download."""
     try:
         connect(name)  # before the import, which reads whether to work offline
         import datasets  # imported here because it is slow, and only one process per machine needs it

@@ -100,7 +100,7 @@ def read_run(job: Job) -> Run:
         config, problem = parse_config(read_object(run_config if run_config.exists() else job.config_file)), ""
     except UserError as error:
         config, problem = None, "; ".join(error.problems)
-    status = "" if by_hand else job.status
+    status: str = "" if by_hand else job.status
     if status == "unknown":
         problem = problem or "status.txt has no status"
     records, damage = read_records(folder / "metrics.jsonl")
@@ -191,7 +191,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def best(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence about the run with the lowest loss of its last evaluation, or of its last step; "" of one run."""
+    """Return a sentence about the run with the lowest loss, of its last evaluation or step; "" if there is one run."""
     column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
     found = {row["name"]: row[column] for row in rows if math.isfinite(row.get(column, math.nan))}
     if len(found) < 2:
