@@ -335,7 +335,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "files_not_flushed": Mistake("workbench/files.py", "            os.fsync(file.fileno())\n", "", ("tests/workbench/test_files.py",)),
     "keeps_one_fewer": Mistake(
-        WRITER, "[:-keep] if keep else []", "[: 1 - keep or None] if keep else []", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
+        WRITER, "[: -config.keep_last] if", "[: 1 - config.keep_last or None] if", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
     ),
     "final_name_too_early": Mistake(
         "workbench/files.py", "path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)", "path", ("tests/workbench/run/checkpoint/test_checkpoint_writer.py",)
