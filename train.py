@@ -23,7 +23,7 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
-from picotron.optimizer import make_scheduler, update_weights
+from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import (
     PipelineParallel,
@@ -115,9 +115,9 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
 
     # The algorithms: those of picotron/. If the config names another one, the table of variants returns it.
     if config.needs_variants:
-        from workbench.variants.choose import build_model, make_optimizer, split_train_eval
+        from workbench.variants.choose import build_model, make_optimizer, split_train_eval, update_weights
     else:
-        from picotron.optimizer import make_optimizer
+        from picotron.optimizer import make_optimizer, update_weights
         from picotron.parallelize import build_model  # type: ignore[assignment]  # has no `frozen`
         from workbench.run.rows import split_train_eval
 

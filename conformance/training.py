@@ -17,7 +17,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, placement
-from picotron.optimizer import clip_grad_norm, make_scheduler
+from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
 from picotron.process_group_manager import setup_process_group_manager
@@ -28,7 +28,7 @@ from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
 from workbench.run.rows import data_fingerprint
-from workbench.variants.choose import build_model, make_optimizer
+from workbench.variants.choose import build_model, make_optimizer, update_weights
 
 CPU = torch.device("cpu")
 
@@ -157,10 +157,8 @@ def train_steps(
         all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
         all_reduce(loss, grid.pp_group)
         losses.append(loss.item())
-        norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
-        optimizer.step()
+        norms.append(update_weights(model, optimizer, config.training.max_grad_norm).item())
         scheduler.step()
-        optimizer.zero_grad()
         progress = progress.after_step(config)
         if writer:
             writer.check()

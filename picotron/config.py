@@ -126,8 +126,9 @@ class Model(Section):
     """number of query heads; null: the value in the model's config.json"""
     num_key_value_heads: Positive | None = None
     """number of key/value heads; null: the value in the model's config.json"""
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """dtype of weights and activations; gradients and optimizer state are in float32 or wider"""
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """dtype of weights and activations; gradients and optimizer state are in float32 or wider. float16 has a loss scale
+    """
     float8: bool = False
     """compute the products of the MLP and of o_proj in float8; MFU stays relative to the bfloat16 peak"""
     use_flash_attention: bool = True
@@ -324,13 +325,8 @@ class Config(Section):
     @property
     def needs_variants(self) -> bool:
         """Whether the run has another algorithm than those of picotron/, see workbench/variants."""
-        return any(operator.attrgetter(key)(self) != default_of(key) for key in VARIANT_KEYS)
-
-    def for_data(self, name: str, tokenizer: str | None, split: str | None = None) -> "Config":
-        """Return the config with another data set, of which all documents are read, and with a tokenizer."""
-        dataset = {"name": name, "eval_name": name, "split": split or self.dataset.split, "mixture": None}
-        sections = {"dataset": dataset, "training": {"num_samples": None}, "model": {"tokenizer": tokenizer}}
-        return self.model_copy(update={key: getattr(self, key).model_copy(update=sections[key]) for key in sections})
+        differs = any(operator.attrgetter(key)(self) != default_of(key) for key in VARIANT_KEYS)
+        return differs or self.model.dtype == "float16"
 
     @property
     def held_out_sequences(self) -> int:

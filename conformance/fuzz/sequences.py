@@ -17,7 +17,7 @@ from picotron.data.loader import Rows, epoch_order
 from workbench.prepare.tokens import write_tokens
 from workbench.run.model_config import load_model_config
 from workbench.run.rows import HELD_OUT
-from workbench.run.token_files import Samples, map_token_files
+from workbench.run.token_files import Samples, for_data, map_token_files
 from workbench.variants.choose import split_train_eval
 
 
@@ -60,7 +60,7 @@ def rows_of_case(case: Case, folder: Path, config: Config) -> CaseRows:
     data, _ = map_token_files(write_tokens(config, model_config), config, model_config)
     other = None
     if name:
-        evaluation = config.for_data(name, config.model.name)
+        evaluation = for_data(config, name, config.model.name)
         other, _ = map_token_files(write_tokens(evaluation, model_config), evaluation, model_config)
     for each, records in ((data, records_of(case)), (other, evaluated_of(case))):
         if each is not None:

@@ -100,6 +100,7 @@ class Hardware:
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of products in a dtype. Raises a UserError if there is none."""
+        dtype = "bfloat16" if dtype == "float16" else dtype  # GPUs that have both are equally fast
         if dtype not in self.products:
             raise UserError(
                 f"{self.name} has no rate of products in {dtype}, only in {', '.join(self.products)}; use another "

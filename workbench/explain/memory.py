@@ -2,10 +2,10 @@
 
 Bytes per parameter (`data_parallel` and `optimizer` give the reasons):
 
-                weight   gradient   master weight   Adam's two moments   total
-    bfloat16       2         4            4                  8              18
-    float32        4         4            -                  8              16
-    float64        8         8            -                 16              32
+                         weight   gradient   master weight   Adam's two moments   total
+    bfloat16, float16       2         4            4                  8              18
+    float32                 4         4            -                  8              16
+    float64                 8         8            -                 16              32
 
 With optimizer_states "bfloat16_moments", the moments of a bfloat16 parameter take 4 bytes; with "bfloat16", there is no
 master weight either.
@@ -121,7 +121,7 @@ class Sizes(NamedTuple):
 def sizes(config: "Config", model: "PreTrainedConfig") -> Sizes:
     """Compute the symbols for a config and a model."""
     layout, training = config.distributed, config.training
-    number = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+    number = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[config.model.dtype]
     heads, kv_heads = model.num_attention_heads // layout.tp_size, max(1, model.num_key_value_heads // layout.tp_size)
     queries, kv = heads * head_size(model), kv_heads * head_size(model)
     norms = {None: 0, "head": heads + kv_heads, "all heads": 2}[differences(model).qk_norm]

@@ -17,7 +17,7 @@ from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.run.launch import init_process_group, set_up_device
 from workbench.run.metrics import evaluation_record
 from workbench.run.rows import targets_and_bytes
-from workbench.run.token_files import load_data
+from workbench.run.token_files import for_data, load_data
 from workbench.variants.choose import build_model
 from workbench.variants.whole import whole_rows
 
@@ -41,7 +41,7 @@ def evaluate(config: Config, name: str) -> None:
         raise UserError("--evaluate needs a model: set checkpoint.load_path, or model.pretrained to true")
     with naming_deleted(checkpoint.folder):
         tokenizer = str(checkpoint.tokenizer) if checkpoint.tokenizer else config.model.tokenizer
-        config = config.for_data(name, tokenizer)
+        config = for_data(config, name, tokenizer)
         data, _, folder = load_data(config, model_config, checkpoint.tokenizer, prepare)
         rows = whole_rows(data, config, name)
         batches = len(rows) // config.global_batch_size

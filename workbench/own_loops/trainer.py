@@ -119,6 +119,10 @@ def set_up(
     model_config, plan = check_run(config)
     if data is None:
         check_used(config, DATA_SET_KEYS)
+    if config.model.dtype == "float16":
+        raise UserError(
+            "model.dtype='float16' needs a loss scale, which only train.py has; use 'bfloat16' or 'float32'"
+        )
     claim_save_dir(config)
     try:
         device, layout = set_up_device(config), config.distributed

@@ -103,8 +103,8 @@ def conflicts(config: Config) -> Iterator[str]:
             f"training.optimizer_states={training.optimizer_states!r} is for model.dtype='bfloat16', not {model.dtype!r}; "
             f"remove it"
         )
-    if model.float8 and model.dtype == "float64":
-        yield "model.float8=true rounds the products of model.dtype='float64'; use dtype='bfloat16'"
+    if model.float8 and model.dtype in ("float16", "float64"):
+        yield f"model.float8=true rounds the products of model.dtype={model.dtype!r}; use dtype='bfloat16'"
     if trace_steps and layout.pp_size == 1:
         yield f"logging.trace_steps={trace_steps} needs a pipeline, but pp_size=1; remove it"
     if max(trace_steps, default=0) > steps:

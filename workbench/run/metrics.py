@@ -81,14 +81,17 @@ PEAK_BF16_FLOPS = {
     "A800": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "T4": 65e12,  # in float16; it has no bfloat16
     "RTX 4090": 165e12,
     "MI300X": 1307e12,
 }
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a device in bfloat16; None, and so no MFU, for CPUs, other dtypes and devices not in the table."""
-    if dtype != torch.bfloat16 or re.search(r"MIG|Laptop|Max-Q| D$", device_name):  # a share, or a slower version
+    """Peak FLOP/s of a device in bfloat16 and float16; None, and so no MFU, for CPUs, other dtypes and devices."""
+    if dtype not in (torch.bfloat16, torch.float16) or re.search(
+        r"MIG|Laptop|Max-Q| D$", device_name
+    ):  # a share, or a slower version
         return None
     return next((flops for name, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 

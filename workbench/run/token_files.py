@@ -113,8 +113,17 @@ def load_data(
     data, tokenizer = load(config, trained)
     if config.dataset.eval_name is None:
         return data, None, tokenizer
-    evaluation = config.for_data(config.dataset.eval_name, str(tokenizer), config.dataset.eval_split)
+    evaluation = for_data(config, config.dataset.eval_name, str(tokenizer), config.dataset.eval_split)
     return data, load(evaluation, tokenizer)[0], tokenizer
+
+
+def for_data(config: Config, name: str, tokenizer: str | None, split: str | None = None) -> Config:
+    """Return a config with another data set, of which all documents are read, and with a tokenizer."""
+    dataset = {"name": name, "eval_name": name, "split": split or config.dataset.split, "mixture": None}
+    sections = {"dataset": dataset, "training": {"num_samples": None}, "model": {"tokenizer": tokenizer}}
+    return config.model_copy(
+        update={key: getattr(config, key).model_copy(update=keys) for key, keys in sections.items()}
+    )
 
 
 def load_token_files(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from picotron import optimizer, parallelize
+from picotron import optimizer as optimizer_module
+from picotron import parallelize
 from picotron.config import Config
 from picotron.context_parallel.context_parallel import RingAttention, visible_blocks
 from picotron.data.loader import Rows
@@ -127,12 +128,25 @@ def units_of(llama: Llama) -> list[list[nn.Module]]:
 
 
 def make_optimizer(model: DataParallel, config: Config) -> AdamW:
-    """Return the optimizer of the key `optimizer_states`."""
+    """Return the optimizer of the keys `optimizer_states` and `dtype`."""
+    if config.model.dtype == "float16":
+        from workbench.variants.float16 import Float16AdamW
+
+        return Float16AdamW(model, config.training, config.model.use_fused_adam)
     if config.training.optimizer_states == "float32":
-        return optimizer.make_optimizer(model, config)
+        return optimizer_module.make_optimizer(model, config)
     from workbench.variants.bfloat16_states import BFloat16AdamW
 
     return BFloat16AdamW(model, config.training, config.model.use_fused_adam)
+
+
+def update_weights(model: DataParallel, optimizer: AdamW, max_norm: float | None) -> Tensor:
+    """Clip the gradients and update the weights, with the loss scale of the optimizer, if it has one."""
+    if not hasattr(optimizer, "loss_scale"):
+        return optimizer_module.update_weights(model, optimizer, max_norm)
+    from workbench.variants import float16
+
+    return float16.update_weights(model, optimizer, max_norm)  # type: ignore[arg-type]
 
 
 def split_train_eval(

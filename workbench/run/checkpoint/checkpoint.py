@@ -64,6 +64,8 @@ class TrainerState(BaseModel):
     """identifies the data and their order, in which `samples` is a position; picotron 0.1 calls it order_of_samples"""
     updates: dict[str, NonNegativeInt] = {}
     """of earlier versions, in which parameters could be frozen for some of the steps: their numbers of updates"""
+    loss_scale: dict[str, float] = {}
+    """of training in float16, see workbench/variants/float16.py"""
     seed: NonNegativeInt
     layout: str
     config: dict[str, Any]
@@ -312,7 +314,9 @@ class Checkpoint:
                     f"{name} was frozen in {self.folder} or is now, and not for the whole run; freeze the same parameters, or "
                     f"export the weights, and start a new run from them"
                 )
-        optimizer.restore(self.state.step, read)
+        if scale := getattr(optimizer, "loss_scale", None):
+            vars(scale).update(self.state.loss_scale)
+        optimizer.restore(self.state.step - int(self.state.loss_scale.get("skipped", 0)), read)
 
 
 def check_same_model(

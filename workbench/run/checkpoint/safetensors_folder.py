@@ -29,8 +29,7 @@ from workbench.run.hub import connect
 
 logger = logging.getLogger("picotron")
 
-DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-READABLE = "F16", *DTYPES.values()
+DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 CHUNK = 2**20  # bytes per read
 BLOCKS, BLOCK = 64, 2**12  # number and bytes of the blocks of a file that its fingerprint depends on
 
@@ -122,9 +121,9 @@ class SafetensorsFolder:
             tensor = file.get_slice(name)
             if tensor.get_shape() != list(shape):
                 raise UserError(f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}")
-            if tensor.get_dtype() not in READABLE:  # numbers of another format, with scales of their own
+            if tensor.get_dtype() not in DTYPES.values():  # numbers of another format, with scales of their own
                 raise UserError(
-                    f"{name} of {path} is in {tensor.get_dtype()}, but weights should be in {', '.join(READABLE)}; a quantised "
+                    f"{name} of {path} is in {tensor.get_dtype()}, but weights should be in {', '.join(DTYPES.values())}; a quantised "
                     f"model has to be dequantised first, such as by transformers with dequantize=True"
                 )
             return tensor[index or ...]

@@ -146,18 +146,19 @@ class CheckpointWriter:
             UserError: on every rank, if the checkpoint cannot be written. Earlier checkpoints stay.
         """
         self.wait()  # at most one checkpoint is in progress, so no thread reads the buffers that a snapshot overwrites
-        slices = self.files.slices()
+        slices, state = self.files.slices(), getattr(self.files.optimizer, "loss_scale", None)
+        scale = dict(vars(state)) if state else {}  # as it is now, although a thread writes it later
         if self.config.checkpoint.async_save:
             copies = self.buffers.snapshot([each.tensor for each in slices])
             slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]
-            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices))
+            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices, scale))
             self.thread.start()
         else:
-            self._write(progress, slices)
+            self._write(progress, slices, scale)
 
-    def _write_in_background(self, progress: Progress, slices: list[TensorSlice]) -> None:
+    def _write_in_background(self, *arguments: Any) -> None:
         try:
-            self._write(progress, slices)
+            self._write(*arguments)
         except BaseException as error:
             self.error = error
 
@@ -177,8 +178,12 @@ class CheckpointWriter:
         if self.error is not None:
             raise self.error
 
-    def _write(self, progress: Progress, slices: list[TensorSlice]) -> None:
-        """Write a checkpoint together with all other ranks, and remove its folder if any of them fails."""
+    def _write(self, progress: Progress, slices: list[TensorSlice], scale: dict[str, float]) -> None:
+        """Write a checkpoint together with all other ranks, and remove its folder if any of them fails.
+
+        Args:
+            scale: the attributes of a loss scale, or {}.
+        """
         began = time.perf_counter()
         is_rank_0 = pgm.process_group_manager.global_rank == 0
         final = checkpoint_folder(self.save_dir, progress.step)
@@ -195,7 +200,7 @@ class CheckpointWriter:
 
             def finish() -> None:
                 if is_rank_0:
-                    self._write_files_without_tensors(folder, progress, written)
+                    self._write_files_without_tensors(folder, progress, written, scale)
                     complete.close()
                     self._delete_old()
 
@@ -222,7 +227,9 @@ class CheckpointWriter:
 
         return run_on_all_ranks(guarded, self.group)
 
-    def _write_files_without_tensors(self, folder: Path, progress: Progress, written: list[WrittenFile]) -> None:
+    def _write_files_without_tensors(
+        self, folder: Path, progress: Progress, written: list[WrittenFile], scale: dict[str, float]
+    ) -> None:
         """Write the model's other files, the indices, and last the state with the checksums of all files."""
         files: dict[str, list[ByteRange]] = defaultdict(list)
         for each in written:
@@ -237,6 +244,7 @@ class CheckpointWriter:
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
+            loss_scale=scale,
             seed=self.config.training.seed,
             layout=layout,
             config=self.config.model_dump(mode="json"),

@@ -1,0 +1,119 @@
+"""Training in float16: `torch.amp.GradScaler` and transformers on one process, and the same in every layout."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from conformance.oracle import our_model, random_tokens, relative_error, tiny_llama, torch_adamw
+from conformance.training import layout_name
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.optimizer import learning_rate_factor
+from tests.support.checkpoints import BATCH, run_config, train
+from workbench.run.checkpoint.checkpoint import read_state
+from workbench.variants.float16 import LossScale
+
+STEPS, START, INTERVAL = 45, 2.0**23, 12  # gradients overflow with this scale, and again when it has grown
+
+
+def config_of(folder: Path, layout: dict[str, Any], **changes: Any) -> Config:
+    keys = {"model__dtype": "float16", "training__total_train_steps": STEPS, "training__learning_rate": 3e-3}
+    return run_config(folder, layout, **keys | changes)
+
+
+def with_scale(config: Config, tokenizer: Path) -> dict[str, Any]:
+    """Train with the scale of this test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossScale.__init__, "__defaults__", (START, INTERVAL, 0, 0))
+        return train(config, tiny_llama(), tokenizer)
+
+
+def with_grad_scaler(config: Config) -> dict[str, Any]:
+    """Train transformers' model in float16, with torch's loss scaling and float32 master weights."""
+    training = config.training
+    model = AutoModelForCausalLM.from_config(tiny_llama()).half()
+    model.load_state_dict(our_model(tiny_llama(), torch.float16, training.seed).state_dict())
+    masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
+    optimizer = torch_adamw(masters.values(), training)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(training))
+    # A data-parallel rank's gradients are those of its mean loss, and thus larger by the number of ranks.
+    ranks = config.distributed.dp_size * config.distributed.cp_size
+    scaler = torch.amp.GradScaler("cpu", init_scale=ranks * START, growth_interval=INTERVAL)
+    rows = torch.from_numpy(random_tokens().astype("int64")).unfold(0, 17, 16)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for part in rows[step * BATCH : (step + 1) * BATCH].chunk(2):
+            logits = model(part[:, :-1], use_cache=False).logits.float()
+            loss = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / 2
+            scaler.scale(loss).backward()
+            total += loss.item()
+        for p, master in masters.items():
+            master.grad, p.grad = p.grad.float(), None
+        scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), training.max_grad_norm).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        for p, master in masters.items():
+            p.data.copy_(master.data)
+        losses.append(total)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "grad_norms": norms, "weights": weights}
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+    {"dp_size": 2, "cp_size": 2, "dp_engine": "zero3"},
+    {"pp_size": 2, "dp_size": 2, "dp_engine": "zero1", "pp_engine": "zb_h1"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+def test_every_layout_trains_as_torch_with_its_grad_scaler(
+    pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    config = config_of(tmp_path, layout)
+    ours, theirs = pool.run(with_scale, config.distributed.world_size, config, tokenizer)[0], with_grad_scaler(config)
+    overflows = [not math.isfinite(norm) for norm in theirs["grad_norms"]]
+    assert sum(overflows) >= 7
+    assert [norm == 0 for norm in ours["grad_norms"]] == overflows
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-3)
+    for name, weight in theirs["weights"].items():
+        assert relative_error(ours["weights"][name].float(), weight.float()) < 2e-2, name
+
+
+def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+    keys = {"training__total_train_steps": 20}
+    whole = pool.run(with_scale, 2, config_of(tmp_path / "whole", {"dp_size": 2}, **keys), tokenizer)[0]
+    config = config_of(
+        tmp_path, {"dp_size": 2}, training__max_tokens=9 * BATCH * 16, checkpoint__async_save=True, **keys
+    )
+    first = pool.run(with_scale, 2, config, tokenizer)[0]
+    state = read_state(tmp_path / "step_00000009")
+    assert state is not None
+    skipped = first["grad_norms"].count(0)
+    assert state.loss_scale == {
+        "value": START / 2**skipped,
+        "interval": INTERVAL,
+        "steps": 9 - skipped,
+        "skipped": skipped,
+    }
+    second = pool.run(
+        with_scale, 2, config_of(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", **keys), tokenizer
+    )[0]
+    assert first["losses"] + second["losses"] == whole["losses"]
+
+
+def test_a_run_whose_gradients_always_overflow_ends_with_a_sentence() -> None:
+    scale = LossScale(2.0)
+    scale.update(False)
+    with pytest.raises(UserError, match="overflow float16 with a loss scale of 1; use a lower"):
+        scale.update(False)
