@@ -143,7 +143,7 @@ def build(out: Path, checkout: Checkout, pyodide: Path | None = None) -> None:
         raise UserError(f"{out} is not empty and holds no site; move it to another place")
     groups, buttons = reading_order(), notebooks.buttons(checkout)
     order = [page for pages in groups.values() for page in pages]
-    pages = {path: Page(path, order, checkout, buttons if path == "steps/README.md" else {}) for path in order}
+    pages = {path: Page(path, order, checkout, buttons) for path in order}
     titles = {path: page.title.partition(":")[0] for path, page in pages.items()} | SHORT
     shutil.rmtree(out, ignore_errors=True)
     build_playground(out / "playground", pyodide)

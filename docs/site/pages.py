@@ -131,7 +131,8 @@ class Page:
             anchor += f"-{earlier}"
         self.parts.append((int(opening.tag[1:]), text, anchor, []))
         opening.attrs["id"] = anchor
-        link = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>' + buttons.get(text, "")
+        link = f' <a class="anchor" href="#{anchor}" aria-label="Link to this section">#</a>'
+        link += buttons.get(text, "").format(root=os.path.relpath(".", Path(self.address).parent))
         if opening.tag != "h1":
             token.children = [*(token.children or []), Token("html_inline", "", 0, content=link)]
 

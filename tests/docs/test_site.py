@@ -123,7 +123,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     folder = tmp_path_factory.mktemp("repository")
     git = ["git", "-c", "user.name=picotron", "-c", "user.email=picotron@localhost"]
     with Workspace() as workspace:
-        shutil.copytree(workspace.root / "steps", folder / "steps")
+        shutil.copytree(workspace.root, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "steps"]):
         subprocess.run([*git, *command], cwd=folder, check=True)
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
@@ -131,7 +131,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def run(cell: dict[str, Any]) -> str:
-    """Run a cell as a notebook would: Python, a file, or a script of bash. Returns what the script prints."""
+    """Run a cell as a notebook would: Python, a file, or a script of bash. Returns what it prints."""
     magic, _, text = cell["source"].partition("\n")
     if magic == "%%bash":
         done = subprocess.run(["bash", "-e", "-c", text], capture_output=True, text=True, check=False)
@@ -140,8 +140,9 @@ def run(cell: dict[str, Any]) -> str:
     if magic.startswith("%%writefile "):
         Path(magic.split()[1]).write_text(text)
     else:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(cell["source"], {})
+        return output.getvalue()
     return ""
 
 
@@ -166,6 +167,21 @@ def test_notebook_runs_and_its_change_has_the_announced_effect(
         next((i for i, pair in enumerate(zip(before, after, strict=True), 1) if len(set(pair)) > 1), 0)
         == change["first"]
     )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_for_two_gpus_runs_on_the_cpu(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for cell in notebooks.two_gpus(checkout)["cells"]:
+        if cell["cell_type"] == "code":
+            last = run(cell)
+    assert last.count("dp 2: loss") == 6
+    assert float(last.rpartition(":")[2]) < 2e-3
 
 
 def notebooks_loss(name: str) -> str:
