@@ -33,8 +33,8 @@ def sections() -> dict[str, tuple[str, str]]:
 
 
 def buttons(checkout: Checkout) -> dict[str, str]:
-    """Return links to the notebooks, by the headings of steps/README.md and docs/reference/machines.md. `{root}` stands for
-    the folder of the site.
+    """Return links to the notebooks, by headings of steps/README.md and docs/reference/machines.md. `{root}` stands
+    for the folder of the site.
     """
     found = {}
     headings = {name: heading for name, (heading, _) in sections().items()} | {TWO_GPUS: "Two GPUs in a notebook"}
