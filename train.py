@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
+from picotron.model.families import differences
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights
 from picotron.optimizer import make_scheduler
@@ -113,8 +114,8 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
     init_process_group(config, device, model_config, plan and plan.identity)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
 
-    # The algorithms: those of picotron/. If the config names another one, the table of variants returns it.
-    if config.needs_variants:
+    # The algorithms: those of picotron/. The table of variants has those for other keys of the config, and for experts.
+    if config.needs_variants or differences(model_config).experts:
         from workbench.variants.choose import build_model, make_optimizer, split_train_eval, update_weights
     else:
         from picotron.optimizer import make_optimizer, update_weights

@@ -28,7 +28,8 @@ Weight = Annotated[float, Field(gt=0, le=1e18)]  # so that a sum of weights is f
 PP_ENGINES = ("afab", "1f1b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev", "v_min", "auto")
 
 VARIANT_KEYS = (  # which select from the table in workbench/variants
-    "distributed.dp_engine", "distributed.cp_engine", "model.float8", "model.use_flash_attention",
+    "distributed.dp_engine", "distributed.cp_engine", "distributed.ep_size", "model.float8",
+    "model.use_flash_attention",
     "training.optimizer_states", "training.activation_checkpointing", "dataset.mask_documents", "dataset.eval_name",
     "dataset.prompt_column", "dataset.completion_column", "dataset.messages_column",
 )  # fmt: skip
@@ -86,6 +87,8 @@ class Distributed(Section):
     """number of pipeline ranks, each of which holds some of the layers"""
     dp_size: Positive = 1
     """number of data-parallel ranks, each of which trains on different sequences of the batch"""
+    ep_size: Positive = 1
+    """number of data-parallel and context-parallel ranks over which the experts of a layer are split"""
     dp_engine: Literal["naive", "bucket", "zero1", "zero3"] = "bucket"
     """state that data-parallel ranks shard: zero1 the optimizer; zero3 also weights and gradients; the others none"""
     pp_engine: Engine = "1f1b"

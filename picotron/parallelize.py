@@ -11,6 +11,7 @@ from picotron.config import Config
 from picotron.context_parallel.context_parallel import apply_context_parallel
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.cross_entropy import chunk_loss
+from picotron.model.families import differences
 from picotron.model.llama import Llama, fused_attention
 from picotron.model.weights import ReadTensor, materialise
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
@@ -53,9 +54,10 @@ def build_model(
 ) -> DataParallelBucket:
     """Build this rank's part of a Llama, ready for a training step. Arguments: see `build_stage`.
 
-    A config that names other algorithms needs `build_model` of workbench/variants/choose.py.
+    A config that names other algorithms, or a model with experts, needs `build_model` of workbench/variants/choose.py.
     """
     assert not config.needs_variants
+    assert not differences(model_config).experts
     stage = build_stage(config, model_config, pipeline, device, dtype, weights)
     if config.compiles:
         compile_model(unwrap(stage))

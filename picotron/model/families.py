@@ -10,6 +10,24 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, MLPs of which a router chooses some for each token (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Attributes:
+        number, chosen: numbers of the experts of a layer, and of those that a token passes through.
+        size: intermediate size of an expert.
+        normalised: whether the weights of a token's experts are divided by their sum.
+        dense: layers that have an MLP nevertheless.
+    """
+
+    number: int
+    chosen: int
+    size: int
+    normalised: bool
+    dense: list[int]  # as JSON has it
+
+
+@dataclasses.dataclass(frozen=True)
 class Differences:
     """The differences of a model from a Llama without biases.
 
@@ -24,6 +42,7 @@ class Differences:
         attention_multiplier: factor of the scores q k'; by default 1 / sqrt(d).
         embedding_multiplier, residual_multiplier: factors of the embedded tokens, and of what a block adds to x.
         logits_scaling: divisor of the logits.
+        experts: the experts that workbench/variants puts in the place of MLPs, or None.
     """
 
     qkv_bias: bool = False
@@ -38,6 +57,7 @@ class Differences:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    experts: Experts | None = None
 
 
 def _llama(config: Any) -> Differences:
@@ -58,6 +78,21 @@ def _qwen2(config: Any) -> Differences:
 def _qwen3(config: Any) -> Differences:
     """Qwen3 (arXiv:2505.09388)."""
     return Differences(config.attention_bias, config.attention_bias, qk_norm="head", window=_window(config))
+
+
+def _mixtral(config: Any) -> Differences:
+    """Mixtral (Jiang et al. 2024, arXiv:2401.04088)."""
+    return dataclasses.replace(_mistral(config), experts=_experts(config))
+
+
+def _olmoe(config: Any) -> Differences:
+    """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060)."""
+    return dataclasses.replace(_olmo2(config), norm_after=False, experts=_experts(config))
+
+
+def _qwen3_moe(config: Any) -> Differences:
+    """Qwen3's mixtures of experts (arXiv:2505.09388)."""
+    return dataclasses.replace(_olmoe(config), qk_norm="head", window=config.sliding_window)
 
 
 def _smollm3(config: Any) -> Differences:
@@ -92,6 +127,9 @@ FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of 
     "olmo2": _olmo2,
     "granite": _granite,
     "gemma": _gemma,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
 }
 
 
@@ -128,6 +166,18 @@ def _window(config: Any) -> int | None:
     return config.sliding_window or None if "sliding_attention" in config.layer_types else None
 
 
+def _experts(config: Any) -> Experts:
+    """Return the experts of a model. Not every family's config has all of these keys."""
+    step, only = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ())
+    return Experts(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        getattr(config, "moe_intermediate_size", config.intermediate_size),
+        getattr(config, "norm_topk_prob", True),
+        [i for i in range(config.num_hidden_layers) if i in only or (i + 1) % step],
+    )
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
     """The cost of a part of a model. Costs compare by FLOPs first, and by parameters if the FLOPs are equal."""
@@ -139,21 +189,29 @@ class Cost:
         return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
 
-def part_parameters(config: "PreTrainedConfig", tp_size: int = 1) -> tuple[int, int, int]:
+def part_parameters(config: "PreTrainedConfig", tp_size: int = 1, active: bool = False) -> tuple[int, int, int]:
     """Number of parameters of a layer, of the embedding and of the head on one tp rank.
 
     Norms and the biases of row-parallel layers are replicated on the tp ranks. With fewer key/value heads than ranks,
-    each rank holds one head. A vocabulary that tp_size does not divide is padded.
+    each rank holds one head. A vocabulary that tp_size does not divide is padded. If only some layers have experts, the
+    layer is the mean of all.
+
+    Args:
+        active: whether to count only the experts that a token passes through.
     """
     D, F = config.hidden_size, config.intermediate_size // tp_size
     d, differs = head_size(config), differences(config)
     queries = config.num_attention_heads // tp_size * d
     kv = max(1, config.num_key_value_heads // tp_size) * d
-    matrices = D * (2 * queries + 2 * kv + 3 * F)
+    matrices, mlp = D * (2 * queries + 2 * kv), 3 * D * F
+    if experts := differs.experts:
+        used = experts.chosen if active else experts.number
+        mixture = D * (3 * used * experts.size // tp_size + experts.number)
+        mlp = mixture + (mlp - mixture) * len(experts.dense) // config.num_hidden_layers
     biases = (queries + 2 * kv) * differs.qkv_bias + D * differs.o_bias + (2 * F + D) * differs.mlp_bias
     norms = {None: 0, "head": 2 * d, "all heads": queries + kv}[differs.qk_norm] + 2 * D
     vocabulary = -(-config.vocab_size // tp_size) * D
-    return matrices + biases + norms, vocabulary, vocabulary + D
+    return matrices + mlp + biases + norms, vocabulary, vocabulary + D
 
 
 def part_costs(config: "PreTrainedConfig", seq_length: int) -> tuple[Cost, Cost, Cost]:
@@ -164,8 +222,9 @@ def part_costs(config: "PreTrainedConfig", seq_length: int) -> tuple[Cost, Cost,
     appendix B). Recomputed activations do not count.
     """
     layer, embedding, head = part_parameters(config)
+    used, _, _ = part_parameters(config, active=True)
     attention = 12 * config.num_attention_heads * head_size(config) * seq_length
-    return Cost(6 * layer + attention, layer), Cost(0, embedding), Cost(6 * head, head)
+    return Cost(6 * used + attention, layer), Cost(0, embedding), Cost(6 * head, head)
 
 
 def model_cost(config: "PreTrainedConfig", seq_length: int) -> Cost:

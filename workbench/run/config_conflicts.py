@@ -20,6 +20,17 @@ def conflicts(config: Config) -> Iterator[str]:
             f"cp_size={layout.cp_size} requires; set backend to null, or use_cpu to true"
         )
 
+    if layout.dp_size * layout.cp_size % layout.ep_size:
+        yield (
+            f"distributed.ep_size={layout.ep_size} does not divide dp_size={layout.dp_size} times cp_size="
+            f"{layout.cp_size}, whose ranks share the experts; use a divisor of {layout.dp_size * layout.cp_size}"
+        )
+    if layout.ep_size > 1 and config.logging.sample_prompt:
+        yield (
+            f"logging.sample_prompt generates with distributed.ep_size=1, not {layout.ep_size}: ranks that generate wait "
+            f"for no others; remove the prompt"
+        )
+
     if warmup >= steps:
         yield f"training.warmup_steps={warmup} must be less than total_train_steps={steps}; use at most {steps - 1}"
     if training.decay_steps and training.lr_scheduler != "wsd":

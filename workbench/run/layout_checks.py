@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from picotron.config import Config, Distributed
 from picotron.console import UserError
-from picotron.model.families import head_size
+from picotron.model.families import differences, head_size
 from picotron.optimizer import learning_rate_factor
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
@@ -55,6 +55,7 @@ def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: 
         lambda: check_window(model_config, length, f"training.seq_length={length}"),
         lambda: check_context_parallel(model_config, layout),
         lambda: check_float8(config, model_config),
+        lambda: check_experts(model_config, layout),
         lambda: plan_pipeline(config, model_config),
     )
 
@@ -86,6 +87,19 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
     wrong = ", ".join(f"{name}={size:g}" for name, size in sizes.items() if size % 16)
     if config.model.float8 and wrong:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
+
+
+def check_experts(config: PreTrainedConfig, layout: Distributed) -> None:
+    """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks."""
+    experts, ep = differences(config).experts, layout.ep_size
+    if ep > 1 and (experts is None or experts.number % ep):
+        number = experts.number if experts else 0
+        remedy = f"a divisor of {number}" if number else "1"
+        raise UserError(f"distributed.ep_size={ep} cannot split the model's {number} experts per layer; use {remedy}")
+    if experts is not None and experts.size % layout.tp_size:
+        raise UserError(
+            f"tp_size={layout.tp_size} does not divide {experts.size}, the intermediate size of an expert; use a divisor"
+        )
 
 
 def warn_of_early_end(config: Config) -> None:

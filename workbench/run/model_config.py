@@ -52,6 +52,12 @@ class Limits(BaseModel):
     embedding_multiplier: Multiplier = 1
     residual_multiplier: Multiplier = 1
     logits_scaling: Multiplier = 1
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size = 1
+    moe_intermediate_size: Size = 1
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -168,6 +174,12 @@ def check_supported(config: PreTrainedConfig) -> None:
             f"no_rope_layers in the model's config.json has {len(rotations)} layers, not {config.num_hidden_layers}, "
             f"the num_hidden_layers; add the others, or remove the key"
         )
+    experts = differences(config).experts
+    if experts and experts.chosen > experts.number:
+        raise UserError(
+            f"num_experts_per_tok={experts.chosen} in the model's config.json exceeds the {experts.number} experts of a "
+            f"layer; use at most {experts.number}"
+        )
     features = {
         "hidden_act": (config.hidden_act, tuple(ACTIVATIONS)),
         "use_bidirectional_attention": (getattr(config, "use_bidirectional_attention", None), (None, False)),
@@ -175,6 +187,10 @@ def check_supported(config: PreTrainedConfig) -> None:
         "rope_type": (parameters.get("rope_type"), ("default", "linear", "llama3")),
         "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
         "quantization_config": (getattr(config, "quantization_config", None), (None,)),
+        # Its auxiliary loss, a product of means over a batch, would depend on how the layout cuts the batch.
+        "output_router_logits": (getattr(config, "output_router_logits", False), (False, None)),
+        "router_jitter_noise": (getattr(config, "router_jitter_noise", 0), (0, None)),
+        "clip_qkv": (getattr(config, "clip_qkv", None), (None,)),
     }
     for name, (value, supported) in features.items():
         if value not in supported:

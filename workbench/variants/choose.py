@@ -18,6 +18,7 @@ from picotron.config import Config
 from picotron.context_parallel.context_parallel import RingAttention, visible_blocks
 from picotron.data.loader import Rows
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket, DataParallelNaive
+from picotron.model.families import differences
 from picotron.model.llama import AttentionFn, Llama, fused_attention
 from picotron.model.weights import ReadTensor, read_owned_weights
 from picotron.optimizer import AdamW
@@ -66,9 +67,16 @@ def build_stage(
     config: Config, model_config: PreTrainedConfig, pipeline: Callable[[Llama], PipelineParallel], *others: Any
 ) -> PipelineParallel:
     """Build this rank's part of a Llama, see `parallelize.build_stage`, with the variants of attention and of the key
-    `activation_checkpointing`.
+    `activation_checkpointing`, and with the experts of the model.
     """
-    stage = parallelize.build_stage(config, model_config, pipeline, *others)
+    keep = pipeline
+    if differences(model_config).experts:
+        from workbench.variants.experts import put_experts
+
+        def keep(llama: Llama) -> PipelineParallel:
+            return pipeline(put_experts(llama, config.distributed))
+
+    stage = parallelize.build_stage(config, model_config, keep, *others)
     llama = unwrap(stage)
     llama.attention_fn = attention(config)
     llama.register_forward_pre_hook(limit_to_documents, with_kwargs=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from picotron.console import UserError
-from picotron.model.llama import Llama
+from picotron.model.llama import MLP, Llama
 from picotron.tensor_parallel.tensor_parallel import ParallelProjections
 from picotron.tensor_parallel.tp_communications import enter
 
@@ -87,7 +87,12 @@ def use_float8(model: Llama) -> None:
         )
     layers: Any = model.model.layers.values()
     for layer in layers:
+        layer.self_attn.o_proj.product = float8_linear
+        if not isinstance(
+            layer.mlp, MLP
+        ):  # experts stay in the model's dtype: their numbers of rows are no multiples of 16
+            continue
         if isinstance(layer.mlp.project, ParallelProjections):
             layer.mlp.project = CalledProjections(layer.mlp.project.sequence_parallel)
-        for linear in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
             linear.product = float8_linear
