@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.models import EXPERTS, FAMILIES, load_model
+from conformance.models import FAMILIES, load_model
 from conformance.result import NotOffered
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -189,9 +189,7 @@ def is_of_model(word: str) -> bool:
     """Whether a word of a layout describes the model: a family, `tied`, `untied`, `llama3` for the rotary angles of
     Llama 3, or `kv4` for 4 key/value heads.
     """
-    return (
-        word in FAMILIES | EXPERTS or word in ("tied", "untied", "llama3") or (word[:2] == "kv" and word[2:].isdigit())
-    )
+    return word in FAMILIES or word in ("tied", "untied", "llama3") or (word[:2] == "kv" and word[2:].isdigit())
 
 
 def sizes_of(layout: str) -> dict[str, int]:

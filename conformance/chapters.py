@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.case import IGNORED, Case, is_of_model, sizes_of
-from conformance.models import EXPERTS, FAMILIES, small_config, write_model
+from conformance.models import FAMILIES, small_config, write_model
 
 PROMPTS, PROMPT_LENGTH = 4, 6
 FIVE = {
@@ -84,7 +84,7 @@ STEPS = (*SINGLE, *PAIRS, "dp4", "tp4", "cp4", "pp4", "tp2 kv1", "tp2 qwen2", "t
 def model_of(layout: str, keys: dict[str, Any]) -> Any:
     """Return the config of the model that the words of a layout describe, see `is_of_model`."""
     words = [word for word in layout.split() if is_of_model(word)]
-    family = next((word for word in words if word in FAMILIES | EXPERTS), "llama")
+    family = next((word for word in words if word in FAMILIES), "llama")
     kv = next((int(word[2:]) for word in words if word[:2] == "kv"), 4)
     tied: dict[str, Any] = {"tie_word_embeddings": "tied" in words} if {"tied", "untied"} & set(words) else {}
     tied |= {"rope_parameters": LLAMA3} if "llama3" in words else {}

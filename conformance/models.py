@@ -28,11 +28,26 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         for factors in ((0.2, 3.0, 0.5, 2.0), (0.25, 1.5, 1.0, 0.25), (1.0, 0.25, 1.5, 1.5))
     ],
     "gemma": [{"head_dim": 12}, {"head_dim": 4}],  # transformers' default is 256
+    # Mixtures of experts. With 12 of them, some get no token of a small batch.
+    "qwen3_moe": [
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "head_dim": 12,
+        },
+        {"num_experts": 12, "num_experts_per_tok": 1, "moe_intermediate_size": 12, "decoder_sparse_step": 2},
+        {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 12, "mlp_only_layers": [0]},
+    ],
+    "mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2}, {"num_local_experts": 12, "sliding_window": 64}],
+    "olmoe": [
+        {"num_experts": 8, "num_experts_per_tok": 2},
+        {"num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ],
 }
-
-
-# Mixtures of experts, which other trainers have.
-EXPERTS: dict[str, list[dict[str, Any]]] = {"mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2}]}
+EXACT_EXPERTS = {} if IS_OLD else {"experts_implementation": "eager"}  # the default one needs bfloat16
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 
 
 def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
@@ -57,7 +72,7 @@ def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     }
     if IS_OLD:
         sizes["rope_theta"] = sizes["rope_parameters"]["rope_theta"]
-    return AutoConfig.for_model(family, **sizes | (FAMILIES | EXPERTS)[family][0] | changes)
+    return AutoConfig.for_model(family, **sizes | FAMILIES[family][0] | changes)
 
 
 @torch.no_grad()
@@ -80,9 +95,7 @@ def write_model(folder: Path, config: PretrainedConfig) -> None:
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load transformers' model from a folder, exact in float64, see `with_exact_norms`."""
     options = {"attn_implementation": "sdpa"}  # and not one that the folder names, for which code could be downloaded
-    if not IS_OLD:
-        options["experts_implementation"] = "eager"  # the default one needs bfloat16
-    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options))
+    return with_exact_norms(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options, **EXACT_EXPERTS))
 
 
 class ExactNorm(nn.Module):
@@ -99,24 +112,26 @@ class ExactNorm(nn.Module):
 
 
 def route(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts as Mixtral's router does, in the dtype of x: (..., D) -> logits (n, experts), and for the chosen
-    ones the weights (n, k) and the numbers (n, k).
+    """Choose experts as the routers of transformers do, in the dtype of x: (..., D) -> logits (n, experts), and for the
+    chosen ones the weights (n, k) and the numbers (n, k).
     """
     logits = F.linear(x.flatten(0, -2), router.weight)
     weights, chosen = logits.softmax(-1).topk(router.top_k)
-    return logits, weights / weights.sum(-1, keepdim=True), chosen
+    if getattr(router, "norm_topk_prob", True):  # Mixtral's are always divided by their sum
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, chosen
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Replace transformers' RMSNorm (of T5: LayerNorm), which computes in float32 for every dtype, with torch's, and
-    what Mixtral's router does in float32 with `route`. Give the scale of embeddings the dtype of the weights, which it
+    what routers do in float32 with `route`. Give the scale of embeddings the dtype of the weights, which it
     has if a model is loaded in this dtype.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 setattr(parent, name, ExactNorm(child))
-            elif type(child).__name__ == "MixtralTopKRouter":  # not replaced: expert parallelism adds hooks to it
+            elif type(child).__name__.endswith("TopKRouter"):  # not replaced: expert parallelism adds hooks to it
                 child.forward = functools.partial(route, child)
             elif hasattr(child, "scalar_embed_scale"):
                 child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype)

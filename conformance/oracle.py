@@ -12,15 +12,18 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from conformance.case import Batch, Case
 from conformance.compare import relative_error
+from conformance.experts import named_as
+from conformance.models import EXACT_EXPERTS, with_exact_norms
 from conformance.models import small_config as tiny_llama
-from conformance.models import with_exact_norms
 from conformance.reference import adamw, train
-from picotron.config import Config, Training
+from picotron.config import Config, Distributed, Training
 from picotron.data.loader import TextRows
+from picotron.model.families import differences
 from picotron.model.llama import Llama
 from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, initial_weights, materialise
 from workbench.run.config_reader import parse_config
+from workbench.variants.experts import put_experts
 
 __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")
@@ -56,6 +59,8 @@ def drawn_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
 def our_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0, **arguments: Any) -> Llama:
     with torch.device("meta"):
         model = Llama(config, **arguments).to(dtype)
+        if differences(config).experts:
+            put_experts(model, Distributed())
     materialise(model, torch.device("cpu"), drawn_weights(config, seed))
     return model
 
@@ -64,8 +69,12 @@ def oracle_model(
     config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
     """Return transformers' model with these weights, exact in float64."""
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    model.load_state_dict(weights, strict=True)
+    model = AutoModelForCausalLM.from_config(config, **EXACT_EXPERTS).to(dtype)
+    theirs = named_as(weights, model.state_dict())
+    assert theirs.keys() == weights.keys(), theirs.keys() ^ weights.keys()
+    for name, tensor in theirs.items():
+        assert tensor.shape == weights[name].shape, name
+        tensor.copy_(weights[name])
     return with_exact_norms(model)
 
 
@@ -117,8 +126,9 @@ def oracle_training(
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 
     found = train(model, case_of(training), batch_of)
-    named = {name: getattr(found, name) for name in ("losses", "grad_norms", "weights")}
-    return named | {"gradients": found.gradients[0]}
+    names = list(our_model(model_config).state_dict())
+    numbers = {name: getattr(found, name) for name in ("losses", "grad_norms")}
+    return numbers | {"weights": named_as(names, found.weights), "gradients": named_as(names, found.gradients[0])}
 
 
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:

@@ -16,7 +16,7 @@ from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.llama import Llama
-from picotron.model.placement import main_grad, placement
+from picotron.model.placement import main_grad, placement, replicas
 from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
@@ -174,15 +174,15 @@ def train_steps(
 
 def full_tensor(parameter: nn.Parameter, attribute: str) -> Tensor:
     """Return a copy of a parameter (`data`) or its gradient (`main_grad`), gathered from the ranks that own slices."""
-    owned, grid = placement(parameter).owned, pgm.process_group_manager
+    owned, group = placement(parameter).owned, replicas(parameter)
     if attribute == "main_grad" and not parameter.requires_grad:
         return torch.zeros_like(parameter)  # frozen
     if owned is None:
         return getattr(parameter, attribute).clone()
     own = owned.weight if attribute == "data" else main_grad(parameter)
-    assert own.numel() == len(range(*owned.bounds(grid.cp_dp_rank)))
-    slices: list[Tensor] = [own] * grid.cp_dp_world_size
-    dist.all_gather_object(slices, own.clone(), group=grid.cp_dp_group)
+    assert own.numel() == len(range(*owned.bounds(dist.get_rank(group))))
+    slices: list[Tensor] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(slices, own.clone(), group=group)
     return torch.cat(slices).view(parameter.shape)
 
 
@@ -211,10 +211,14 @@ def gathered(model: nn.Module, attribute: str) -> dict[str, Tensor]:
 
 
 def all_stages(model: nn.Module, attribute: str) -> dict[str, Tensor]:
-    """Gather the parameters (`data`) or gradients (`main_grad`) of the full model by name from all stages."""
+    """Gather the parameters (`data`) or gradients (`main_grad`) of the full model by name from all ranks: other stages,
+    and other experts.
+    """
     grid = pgm.process_group_manager
-    parts: list[dict[str, Tensor]] = [{} for _ in range(grid.pp_world_size)]
-    dist.all_gather_object(parts, gathered(model, attribute), group=grid.pp_group)
+    parts: list[dict[str, Tensor]] = [{} for _ in range(grid.world_size)]
+    mine = gathered(model, attribute)
+    has_others = grid.cp_dp_rank == 0 or any(placement(p).average_over for p in model.parameters())
+    dist.all_gather_object(parts, mine if has_others else {})
     whole: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():

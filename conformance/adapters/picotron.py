@@ -1,7 +1,7 @@
 """Adapter of picotron: its parts of train.py on the case's batches, in any layout and schedule.
 
-Words of a layout besides the sizes: a schedule, `chunks2`, `sp` (sequence parallel), `zigzag` or `contiguous`, `ring`,
-`all_gather` or `ulysses`, `zero1` or `zero3`.
+Words of a layout besides the sizes: a schedule, `chunks2`, `ep2` (expert parallel), `sp` (sequence parallel), `zigzag`
+or `contiguous`, `ring`, `all_gather` or `ulysses`, `zero1` or `zero3`.
 """
 
 import logging
@@ -18,7 +18,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.model.placement import main_grad, placement
+from picotron.model.placement import main_grad, placement, replicas
 from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
 from workbench.generation.rotation import generate
@@ -49,7 +49,10 @@ def options_of(words: list[str]) -> dict[str, Any]:
     if chunks := [int(word[6:]) for word in words if word.startswith("chunks")]:
         found["pp_chunks"] = chunks[0]
     found |= {"sequence_parallel": True} if "sp" in words else {}
-    if unknown := set(words) - set(found.values()) - {"sp", f"chunks{found.get('pp_chunks')}"}:
+    if experts := [int(word[2:]) for word in words if word[:2] == "ep" and word[2:].isdigit()]:
+        found["ep_size"] = experts[0]
+    others = {"sp", f"chunks{found.get('pp_chunks')}", f"ep{found.get('ep_size')}"}
+    if unknown := set(words) - set(found.values()) - others:
         raise NotOffered(f"the words {sorted(unknown)} mean nothing to picotron")
     return found
 
@@ -153,7 +156,7 @@ def whole_part(parameter: nn.Parameter, tensor: Tensor) -> Part:
     """Return a copy of this rank's shard of a weight or a gradient, gathered from the ranks that own slices of it."""
     tensor = tensor.detach().clone()
     if owned := placement(parameter).owned:
-        group = pgm.process_group_manager.cp_dp_group
+        group = replicas(parameter)
         slices: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(slices, tensor, group=group)
         tensor = torch.cat(slices).view(parameter.shape)
