@@ -33,6 +33,7 @@ from picotron.model.weights import ReadTensor, copy_part
 from picotron.optimizer import AdamW, learning_rate_factor
 from workbench.files import UNFINISHED, read_object
 from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from workbench.run.metrics import Progress
 from workbench.run.model_config import load_model_config
@@ -168,8 +169,9 @@ def check_tensors(model: SafetensorsFolder) -> dict[str, str]:
         "lm_head.weight",
         "model.embed_tokens.weight",
     )
+    model.split_experts(config)
     with torch.device("meta"):
-        ignored = model.file_of.keys() - {name for name, _ in Llama(config).named_parameters()}
+        ignored = model.file_of.keys() - with_experts((name for name, _ in Llama(config).named_parameters()), config)
     names = {}
     if config.tie_word_embeddings and head in ignored:
         if embedding in model.file_of:

@@ -1,7 +1,8 @@
 """Tensor files of a checkpoint: one file per pp rank and kind of tensor, written by the tp ranks together.
 
 Only the tp groups of dp rank 0 and cp rank 0 write, because the others hold replicas. (With ZeRO, the others hold
-slices and send them to these groups, one tensor after the other.) tp rank 0 writes replicated tensors. Each rank
+slices and send them to these groups, one tensor after the other. With expert parallelism, the first tp group that holds
+an expert writes it, so there is one file per pp rank and ep rank.) tp rank 0 writes replicated tensors. Each rank
 writes some rows of every sharded tensor: if the tensor is sharded by rows, these are the rank's shard; if it is
 sharded by columns, an all-to-all turns the rank's columns of all rows into all columns of some rows. So no rank
 assembles the full tensor in memory:
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.model.llama import Llama
-from picotron.model.placement import OwnedSlice, Shard, owned_weight, placement
+from picotron.model.placement import OwnedSlice, Shard, owned_weight, placement, replicas
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import new_groups
 from workbench.run.checkpoint.safetensors_folder import ByteRange, plan_file, write_file
@@ -41,6 +42,7 @@ class TensorSlice:
         shape: shape of the shard or replica.
         shard: description of the shard, None for a replicated tensor.
         owned: description of the elements, None without ZeRO.
+        ranks: the data-parallel ranks that hold the same shard or replica, or its elements; the first one writes it.
     """
 
     kind: str
@@ -49,6 +51,11 @@ class TensorSlice:
     shape: torch.Size
     shard: Shard | None
     owned: OwnedSlice | None
+    ranks: list[int]
+
+    @property
+    def is_mine(self) -> bool:
+        return self.ranks[0] == pgm.process_group_manager.global_rank
 
     @property
     def full_shape(self) -> torch.Size:
@@ -71,12 +78,15 @@ class StageFiles:
     Args:
         llama: this rank's part of the model.
         optimizer: optimizer of its parameters.
+        ep_size: number of ranks over which experts are split.
         world: all ranks, for data on the CPU; no other thread may use this group meanwhile. None: the default group.
     """
 
-    def __init__(self, llama: Llama, optimizer: AdamW, world: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, llama: Llama, optimizer: AdamW, ep_size: int = 1, world: dist.ProcessGroup | None = None
+    ) -> None:
         grid = pgm.process_group_manager
-        self.llama, self.optimizer, self.world = llama, optimizer, world
+        self.llama, self.optimizer, self.ep_size, self.world = llama, optimizer, ep_size, world
         # A separate group, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group = new_groups(grid.grid.view(-1, grid.tp_world_size).tolist(), "gloo")
 
@@ -85,8 +95,9 @@ class StageFiles:
         slices: dict[str, list[TensorSlice]] = defaultdict(list)
         for name, parameter in self.llama.named_parameters():
             place = placement(parameter)
-            if not place.is_replica and (pgm.process_group_manager.cp_dp_rank == 0 or place.owned):
-                known = parameter.shape, place.shard, place.owned
+            ranks = dist.get_process_group_ranks(replicas(parameter))
+            if not place.is_replica and (ranks[0] == pgm.process_group_manager.global_rank or place.owned):
+                known = parameter.shape, place.shard, place.owned, ranks
                 for kind, tensor in {"model": owned_weight(parameter), **self.optimizer.state_of(parameter)}.items():
                     slices[kind].append(TensorSlice(kind, name, tensor.detach(), *known))
         return [each for of_kind in slices.values() for each in of_kind]
@@ -96,11 +107,12 @@ class StageFiles:
         cp_dp group, too.
         """
         grid, written, error = pgm.process_group_manager, list[WrittenFile](), None
-        number, count = grid.pp_rank + 1, grid.pp_world_size
+        number, count = grid.pp_rank * self.ep_size + grid.cp_dp_rank + 1, grid.pp_world_size * self.ep_size
         suffix = f"-{number:05d}-of-{count:05d}.safetensors" if count > 1 else ".safetensors"
         for kind, of_kind in itertools.groupby(slices, lambda each: each.kind):
             tensors = list(of_kind)
-            if grid.cp_dp_rank > 0:
+            mine = [each for each in tensors if each.is_mine]
+            if not mine:
                 for each in tensors:
                     self.gather(each)
                 continue
@@ -109,29 +121,34 @@ class StageFiles:
             except OSError as failure:  # raised below: other ranks still wait for this one
                 error = failure
                 continue
-            sizes = {each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in tensors}
+            sizes = {each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in mine}
             written.append(WrittenFile(kind, kind + suffix, ranges, sizes))
         if error is not None:
             raise error
         return written
 
     def parts(self, tensors: list[TensorSlice]) -> Iterator[tuple[int, bytes | memoryview]]:
-        """Yield the parts of a file with these tensors that this rank writes, each with its offset."""
-        header, starts = plan_file({each.name: (each.tensor.dtype, each.full_shape) for each in tensors})
+        """Yield the parts of a file that this rank writes, each with its offset. The file has those of these tensors
+        that are its own; slices of the others go to their writers, in the order in which these expect them.
+        """
+        mine = [each for each in tensors if each.is_mine]
+        header, starts = plan_file({each.name: (each.tensor.dtype, each.full_shape) for each in mine})
         if pgm.process_group_manager.tp_rank == 0:
             yield 0, header
         for each in tensors:
-            first, rows = self.rows_to_write(self.gather(each), each.shard)
+            local = self.gather(each)
+            if not each.is_mine:
+                continue
+            first, rows = self.rows_to_write(local, each.shard)
             if len(rows):
                 data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)  # (rows, bytes of a row)
                 yield starts[each.name] + first * data.size(1), data.flatten().numpy().data
 
     def gather(self, tensor_slice: TensorSlice) -> Tensor:
-        """Return this rank's shard or replica of a tensor. With ZeRO, cp_dp rank 0 receives it from the ranks that own
+        """Return this rank's shard or replica of a tensor. With ZeRO, its writer receives it from the ranks that own
         slices of it, and the others return their slice.
         """
-        ranks = pgm.process_group_manager.cp_dp_group_ids
-        owned, own = tensor_slice.owned, tensor_slice.tensor.cpu()
+        ranks, owned, own = tensor_slice.ranks, tensor_slice.owned, tensor_slice.tensor.cpu()
         if owned is None:
             return own
         if owned.rank > 0:

@@ -28,6 +28,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
+from picotron.model.families import differences
 from picotron.model.llama import Llama
 from picotron.optimizer import AdamW
 from workbench.files import UNFINISHED, new_folder, unfinished
@@ -82,7 +83,7 @@ class CheckpointWriter:
         self.save_dir = Path(config.checkpoint.save_dir)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
-        self.files, self.buffers = StageFiles(llama, optimizer, self.group), HostBuffers()
+        self.files, self.buffers = StageFiles(llama, optimizer, config.distributed.ep_size, self.group), HostBuffers()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self._check_shared()  # before the first step, not when the first checkpoint is written
@@ -323,13 +324,15 @@ def model_files(
 
 
 def earlier_keys(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of a config.json that transformers 4 and other programs read instead of `rope_parameters` and
-    `dtype`. Without these keys, the rotary embeddings have other frequencies there, without a warning.
+    """Return the keys of a config.json that transformers 4 and other programs read instead of `rope_parameters`,
+    `dtype` and, in some families, the number of experts. Without these keys, the rotary embeddings have other
+    frequencies there, without a warning.
     """
-    rope = dict(config.rope_parameters)
+    rope, experts = dict(config.rope_parameters), differences(config).experts
     theta = rope.pop("rope_theta")
     return {
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "torch_dtype": str(config.dtype).removeprefix("torch."),
+        **({"num_experts": experts.number, "num_local_experts": experts.number} if experts else {}),
     }
