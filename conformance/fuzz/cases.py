@@ -9,7 +9,7 @@ from conformance.fuzz.chat_templates import TEMPLATES
 from conformance.fuzz.modules import Case, draw_modules, smaller_modules
 from conformance.fuzz.programs import draw_program, smaller_programs
 from conformance.fuzz.tokenizer_kinds import KINDS
-from conformance.models import FAMILIES
+from conformance.models import FAMILIES, WITH_EXPERTS
 from picotron.config import Training
 from workbench.schedules.schedules import SCHEDULES
 
@@ -20,6 +20,7 @@ LOSSES = ("cross_entropy", "cross_entropy", "focal", "preference", "logits", "lo
 FROZEN = ("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.", "q_proj", "mlp", "layernorm")
 BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "training.micro_batch_size")
 PROGRAMS = 0.25  # share of the programs among the cases
+EXPERTS = 0.25  # share of the models with experts among the models
 STEPS = 3
 SEED, CASES = 30, 150  # of the random cases in `make test`
 
@@ -52,6 +53,9 @@ def draw_case(seed: int, number: int) -> Case:
     length = draw_length(dice, layouts, LENGTHS if kind in ("own", "text") else LONG_LENGTHS)
     set_batch(dice, layouts, is_paired=kind == "own")
     model = draw_model(dice, layouts) | draw_family(random.Random(f"{seed} {number} family"))
+    experts = random.Random(f"{seed} {number} experts")
+    if experts.random() < EXPERTS:
+        model |= draw_experts(experts, layouts, model)
     config = {**draw_training(dice), **layouts[0], "training.seq_length": length}
     if kind != "own":
         config["dataset.shuffle"] = dice.random() < 0.5
@@ -106,6 +110,7 @@ NO_LAYOUT: dict[str, Any] = {
     "distributed.cp_engine": "ring",
     "distributed.cp_sharding": "zigzag",
     "distributed.dp_engine": "bucket",
+    "distributed.ep_size": 1,
 }
 
 
@@ -247,8 +252,18 @@ def draw_model(dice: random.Random, layouts: list[dict[str, Any]]) -> dict[str, 
 
 def draw_family(dice: random.Random) -> dict[str, Any]:
     """Draw a family, with the options that only this family has."""
-    family = dice.choice(("llama", "llama", *FAMILIES))
+    family = dice.choice(("llama", "llama", *(name for name in FAMILIES if name not in WITH_EXPERTS)))
     return {"family": family, **dice.choice(FAMILIES[family])}
+
+
+def draw_experts(dice: random.Random, layouts: list[dict[str, Any]], model: dict[str, Any]) -> dict[str, Any]:
+    """Draw a family with experts, and over how many ranks the layouts split them."""
+    family = dice.choice(WITH_EXPERTS)
+    for layout in layouts:
+        ranks = layout["distributed.dp_size"] * layout["distributed.cp_size"]
+        layout["distributed.ep_size"] = dice.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+    size = {"hidden_size": model["num_attention_heads"] * model["head_dim"]} if family == "olmoe" else {}
+    return {"family": family, **dice.choice(FAMILIES[family]), **size}
 
 
 def draw_training(dice: random.Random) -> dict[str, Any]:
@@ -315,8 +330,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for key in case["config"]:
         if not key.endswith(("_size", "seq_length", "accumulation_steps")):
             yield case | {"config": {other: value for other, value in case["config"].items() if other != key}}
-    for axis in ("dp", "pp", "cp", "tp"):
-        if case["config"][f"distributed.{axis}_size"] > 1:
+    for axis in ("ep", "dp", "pp", "cp", "tp"):
+        if case["config"].get(f"distributed.{axis}_size", 1) > 1:
             yield case | {"config": case["config"] | {f"distributed.{axis}_size": 1}}
     for section, values in defaults.items():
         for key, value in values.items():

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from conformance.case import weights_of
+from conformance.experts import named_as
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
 from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
 from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.oracle import oracle_model, our_model, torch_adamw
-from conformance.reference import logits_of_documents
+from conformance.reference import copies, logits_of_documents
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -31,7 +32,8 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
     """
     first = config_of(case, folder)
     config = model_config(case)
-    model = oracle_model(config, our_model(config, seed=first.training.seed).state_dict())
+    weights = our_model(config, seed=first.training.seed).state_dict()
+    model = oracle_model(config, weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case["frozen"]))
     optimizer = torch_adamw(model.parameters(), first.training)
@@ -53,9 +55,9 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
                 group["lr"] = learning_rate(run.training, step)
             optimizer.zero_grad()
             loss.backward()
-            found.setdefault("gradients", {
+            found.setdefault("gradients", named_as(weights, {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-            })  # fmt: skip
+            }))  # fmt: skip
             limit = math.inf if run.training.max_grad_norm is None else run.training.max_grad_norm
             found["losses"].append(loss.item())
             found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
@@ -64,7 +66,7 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
             if rows is not None and run.training.eval_frequency:
                 with torch.no_grad():
                     found["evaluations"].append(mean_loss(model, rows.evaluation).item())
-        found["weights"] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        found["weights"] = named_as(weights, copies(model))
         results.append(found)
     return results
 

@@ -88,7 +88,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, training.seed)
 
     def frozen(name: str) -> bool:
-        return any(part in name for part in case["frozen"])
+        return any(part in name.replace(".block_sparse_moe.", ".mlp.") for part in case["frozen"])
 
     wrappers = {
         wrapper.__name__: functools.partial(wrapper, bucket_mb=case.get("bucket_mb"))
