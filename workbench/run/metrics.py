@@ -248,8 +248,9 @@ class Metrics:
             self.wandb = _start_wandb(config, self.wandb_run_id, repeats)
             self.wandb_run_id = self.wandb.id
         logger.info(
-            "%s | %s parameters, %s on %s",
+            "%s%s | %s parameters, %s on %s",
             pgm.process_group_manager,
+            f", ep {layout.ep_size}" if (layout := config.distributed).ep_size > 1 else "",
             f"{cost.parameters:,}",
             config.model.dtype,
             device,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import accumulation_dtype
+from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Distributed
 from picotron.model.families import differences
 from picotron.model.llama import ACTIVATIONS, GatedActivation, Linear, Llama
@@ -86,6 +86,7 @@ class Experts(nn.Module):
     """The block of a router and experts in the place of an MLP: (B, T, D) -> (B, T, D).
 
     Attributes:
+        load: number of tokens of each expert, of this rank's tokens in forwards with gradients, see `expert_load`.
         enter, leave: begin and end of the block; tensor parallelism has others.
         run: `run_experts`; expert parallelism sends the rows to other ranks, and their outputs back.
     """
@@ -99,6 +100,7 @@ class Experts(nn.Module):
         self.gate = Linear(config.hidden_size, facts.number, bias=False)
         # By number, so that an expert keeps its name on a rank that removes others.
         self.experts = nn.ModuleDict({str(i): Expert(config, facts.size) for i in range(facts.number)})
+        self.load: Tensor | int = 0
         self.enter: Callable[[Tensor], Tensor] = unchanged
         self.leave: Callable[[Tensor], Tensor] = unchanged
         self.run: Callable[[nn.ModuleDict, Tensor, Tensor], Tensor] = run_experts
@@ -120,7 +122,10 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # of the N k pairs of a token and an expert
         inverse = order.argsort()
         rows = Permute.apply(tokens, order, inverse, self.chosen)
-        outputs = self.run(self.experts, rows, chosen.flatten().bincount(minlength=self.number))
+        counts = chosen.flatten().bincount(minlength=self.number)
+        if torch.is_grad_enabled():
+            self.load = self.load + counts
+        outputs = self.run(self.experts, rows, counts)
         outputs = Permute.apply(outputs, inverse, order).unflatten(0, (-1, self.chosen))  # (N, k, D)
         y = (outputs * weights[..., None]).sum(1).to(x.dtype)
         return self.leave(y.unflatten(0, (len(x), -1)))
@@ -146,11 +151,27 @@ def put_experts(model: Llama, layout: Distributed) -> Llama:
         del layer.mlp
         layer.add_module(names.block, experts)
         vars(layer)["mlp"] = experts  # the name by which a layer calls it, also if the hub has another one
+    vars(model)["measures"] = functools.partial(expert_load, model)
     if layout.ep_size > 1:
         from workbench.variants.expert_parallel import keep_experts
 
         keep_experts(model, layout.ep_size)
     return model
+
+
+def expert_load(model: Llama) -> dict[str, float]:
+    """Return the metric `expert_load`: the largest number of tokens of an expert, over the mean of its layer, since the
+    last call. It does not depend on the layout. Every rank must call this.
+    """
+    facts, layers = differences(model.config).experts, model.model.layers
+    assert facts is not None
+    size, device = (model.config.num_hidden_layers, facts.number), next(model.parameters()).device
+    counts = torch.zeros(size, dtype=torch.float64, device=device)
+    for number, layer in layers.items():
+        if isinstance(layer.mlp, Experts):
+            counts[int(number)], layer.mlp.load = layer.mlp.load, 0
+    all_reduce(counts, None)
+    return {"expert_load": (counts.amax(1) / counts.mean(1)).nan_to_num().max().item()}  # dense layers have no tokens
 
 
 def split_experts(block: Experts, sequence_parallel: bool) -> None:
