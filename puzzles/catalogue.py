@@ -298,6 +298,21 @@ PUZZLES = [
         "picotron/context_parallel/context_parallel.py RingAttention.backward does it, with fused kernels and zigzag shards.",
     ),
     Puzzle(
+        "p20_experts",
+        "experts",
+        "send tokens to their experts, and bring the results home",
+        "docs/expert_parallel.md#two-all-to-alls",
+        (
+            "On one rank: for each expert e, the tokens that chose it are (chosen == e).nonzero(), with their places among the "
+            "k. Add run(e, x[tokens]) * weights[tokens, places, None] to y[tokens], with index_add.",
+            "Before that, send x[tokens] of each expert of another rank to this rank, also if there are no tokens: then "
+            "everybody knows how many messages come from each rank, and in which order.",
+            "A rank receives the rows of all ranks for an expert, computes them, splits the output as the rows came, and sends "
+            "each part back. The sender still knows to which tokens the rows belong.",
+        ),
+        "workbench/variants/expert_parallel.py run_on_ranks sorts the rows by expert, so that two all-to-alls are enough.",
+    ),
+    Puzzle(
         "p16_layout",
         "layout",
         "sequences of 128 Ki tokens on 64 GPUs",

@@ -22,6 +22,8 @@ WRONG = [
     (17, "y.backward(None if last", "(y * 2 if last else y).backward(None if last", "WRONG", "the gradient of the stage's weight"),
     (18, "dp.all_reduce(g) / dp.size", "dp.all_reduce(g)", "WRONG", "the norm is"),
     (18, "(tp.all_reduce(squares[0] + squares[1]) + squares[2])", "tp.all_reduce(squares[0] + squares[1] + squares[2])", "WRONG", "the norm is"),
+    (20, " * weights[tokens, places, None]", "", "WRONG", r"tokens that stay on their rank: y\[0, 0\] is"),
+    (20, "weights[tokens, places, None]", "weights[tokens, 0, None]", "WRONG", r"y\[0, 0\] is"),
     (19, "(scores - lse[..., None]).exp()", "scores.softmax(-1)", "WRONG", r"dk\[0, 0, 0\] is"),
 ]  # fmt: skip
 
