@@ -193,5 +193,38 @@ def ring_steps(cp: int = 4) -> str:
     return str(picture)
 
 
+def dispatch(ep: int = 2, experts: int = 4) -> str:
+    """Draw the rows of two ranks, each with four tokens, on their way to their experts and back."""
+    size, left, rows, column = 56, 8, 96, 496
+    chosen = [[2, 0, 3, 0], [1, 2, 0, 1]]  # expert of each token of each rank
+    tokens = [[(rank, token, expert) for token, expert in enumerate(each)] for rank, each in enumerate(chosen)]
+    ordered = [sorted(each, key=lambda row: row[2]) for each in tokens]
+    own = experts // ep
+    arrived = [[row for each in ordered for row in each if row[2] // own == rank] for rank in range(ep)]
+    grouped = [sorted(each, key=lambda row: row[2]) for each in arrived]
+    picture = Svg(WIDTH, 5 * rows + 2 * LINE)
+    picture.keys(0, 0, *((RANKS[rank], f"token of rank {rank}") for rank in range(ep)))
+    stages = (
+        ("tokens", tokens, "sort by expert"),
+        ("sorted by expert", ordered, "all-to-all"),
+        ("arrived", arrived, "sort by expert"),
+        ("each expert's rows", grouped, "experts, then all the way back"),
+        ("outputs, at home", tokens, ""),
+    )
+    for number, (name, state, operation) in enumerate(stages):
+        y = 2 * LINE + number * rows
+        for rank in range(ep):
+            x = rank * column
+            held = f" (experts {rank * own} to {(rank + 1) * own - 1})" if state in (arrived, grouped) else ""
+            picture.text(x + left, y, f"rank {rank}: {name}{held}")
+            for i, (source, token, expert) in enumerate(state[rank]):
+                title = f"token {token} of rank {source}, for expert {expert}"
+                picture.box(x + left + i * size, y + 8, size - 4, 34, RANKS[source], f"{token}: e{expert}", title)
+            if operation:
+                picture.arrow(x + left + 20, y + 46, x + left + 20, y + rows - 20)
+                picture.text(x + left + 34, y + 68, operation, "title")
+    return str(picture)
+
+
 if __name__ == "__main__":
-    main(__doc__, collectives, matrices, block, shards, ring_steps)
+    main(__doc__, collectives, matrices, block, shards, ring_steps, dispatch)
