@@ -38,7 +38,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         chosen = chosen if "stay" in case else chosen.flip(1)  # in no order
         outputs = torch.stack([x @ each for each in matrices])  # (E, n N, D)
         places = torch.arange(n * N)
-        expected = sum(outputs[chosen[:, k], places] * weights[:, k, None] for k in range(K))
+        expected = torch.stack([outputs[chosen[:, k], places] * weights[:, k, None] for k in range(K)]).sum(0)
         tokens = slice(rank * N, (rank + 1) * N)
         result, sent = group.call(
             learner.mixture, x[tokens].clone(), chosen[tokens].clone(), weights[tokens].clone(), run, EXPERTS, group

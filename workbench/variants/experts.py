@@ -195,7 +195,7 @@ def split_experts(block: Experts, sequence_parallel: bool) -> None:
 
 
 def row_parallel(linear: Linear, shard: Shard) -> Linear:
-    """Return this rank's part of a linear layer on the meta device, some of the inputs. Its outputs are partial sums."""
+    """Return the part of a linear layer on the meta device for some of the inputs, whose outputs are partial sums."""
     weight = linear.weight
     part = Linear(shard.size, linear.out_features, False, weight.device, weight.dtype)
     place(part.weight, shard=dataclasses.replace(shard, dim=1))
