@@ -17,6 +17,7 @@ STEPS = [path.stem for path in FOLDER.glob("s[0-9]*.py")]
 NAMES = sorted(STEPS, key=lambda name: int(name[1:].split("_")[0]))
 # The program that each one changes.
 BEFORE = dict(zip(NAMES[1:], NAMES, strict=False)) | {"only_dp": "s1_one_process", "clip": "s9_cp"}
+WHOLE = NAMES[1:9]  # those that do not import the program that they change
 
 
 def lines_of(name: str, symbol: str = "") -> list[str]:
@@ -54,7 +55,7 @@ def table() -> Iterator[str]:
     alone = sorted(path.stem for path in FOLDER.glob("only_*.py"))
     for name in [*NAMES, "clip", *alone, "llama", "communication"]:
         text = (FOLDER / f"{name}.py").read_text()
-        signs = [line[:1] for line in difference(name)] if name in NAMES[1:] else []
+        signs = [line[:1] for line in difference(name)] if name in WHOLE else []
         changes = f"{signs.count('+'):5} {signs.count('-'):7}" if signs else " " * 13
         title = re.sub(r'^"""(Step \d+, )?|\.$', "", text.splitlines()[0])
         title = title if name in NAMES else title[0].lower() + title[1:]

@@ -3,7 +3,6 @@
 torchrun --nproc_per_node 8 -m steps.s10_ep --dp 2 --cp 2 --tp 2
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steps import communication as comm
-from steps import llama
+from steps import llama, s9_cp
 from steps.communication import group, rank, size
+from steps.s9_cp import Bucket, local_positions, train_step
 
 EXPERTS, CHOSEN = 8, 2  # MLPs of a layer; MLPs that compute a token
 
@@ -73,78 +73,13 @@ def make_model() -> nn.Sequential:
     return model.to(llama.DTYPE)
 
 
-def local_positions(cp_rank: int) -> Tensor:
-    """Compute the positions of a rank's tokens, (T/cp,): two of 2 cp chunks, for equal work."""
-    chunks = torch.arange(llama.LENGTH).chunk(2 * size["cp"])
-    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to one rank's keys after the other: q (B, H, T/cp, d), k and v (B, K, T/cp, d)."""
-    kv, own = torch.stack((k, v)), local_positions(rank["cp"])
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # mean of v; log of weights
-    for step in range(size["cp"]):
-        k, v = kv.repeat_interleave(q.size(1) // kv.size(2), dim=2)  # one for each query head
-        future = own[:, None] < local_positions((rank["cp"] - step) % size["cp"])
-        scores = (q @ k.mT / llama.HEAD_DIM**0.5).masked_fill(future, -1e9)  # finite, to avoid NaN
-        new = torch.logaddexp(lse, scores.logsumexp(-1))
-        out, lse = out * (lse - new).exp()[..., None] + (scores - new[..., None]).exp() @ v, new
-        if step < size["cp"] - 1:
-            kv = comm.Pair.apply(kv, "cp", comm.send_to_next, comm.send_to_previous)
-    return out
-
-
 def parallelize(model: nn.Sequential) -> nn.Module:
-    """Keep this rank's layers, experts, and shards of the matrices, rows or columns."""
-    for name, module in model.named_modules():
+    """Keep this rank's experts, and of these, as of all else, what step 9 keeps."""
+    own = EXPERTS // size["dp"]
+    for module in model.modules():
         if isinstance(module, Experts):
-            own = EXPERTS // size["dp"]
             module.experts = module.experts[rank["dp"] * own : (rank["dp"] + 1) * own]
-        if name.endswith("_proj"):
-            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
-            shard = module.get_parameter("weight").detach().chunk(size["tp"], dim)[rank["tp"]]
-            module.weight = nn.Parameter(shard.clone())
-        if isinstance(module, llama.DecoderLayer):
-            module.attend, module.positions = ring_attention, local_positions(rank["cp"])
-            module.enter = lambda x: comm.Pair.apply(x, "tp", comm.all_gather, comm.reduce_scatter)
-            module.leave = lambda x: comm.Pair.apply(x, "tp", comm.reduce_scatter, comm.all_gather)
-    cuts = [1 + llama.LAYERS * stage // size["pp"] for stage in range(1, size["pp"])]
-    return model[[0, *cuts][rank["pp"]] : [*cuts, len(model)][rank["pp"]]]  # module 0: embedding
-
-
-class Bucket:
-    """Parameters and gradients, views of two flat buffers. Each rank owns a slice of both."""
-
-    def __init__(self, parameters: list[nn.Parameter], axis: str) -> None:
-        self.axis, self.parameters = axis, parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self.gradients = torch.zeros(sum(sizes), dtype=llama.DTYPE)
-        self.weights = nn.utils.parameters_to_vector(parameters).detach()
-        nn.utils.vector_to_parameters(self.weights, parameters)  # now they are views of it
-        for parameter, gradient in zip(parameters, self.gradients.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)  # backward adds to it in place
-            parameter.register_post_accumulate_grad_hook(self.ready)
-        self.gradient_slices = list(self.gradients.view(size[axis], -1))  # one for each rank
-        self.weight_slices = list(self.weights.view(size[axis], -1))
-        self.own = nn.Parameter(self.weight_slices[rank[axis]])  # what the optimizer sees
-        self.own.grad = self.gradient_slices[rank[axis]]
-        self.reset()
-
-    def reset(self) -> None:
-        self.gradients.zero_()
-        self.pending = len(self.parameters) * llama.MICRO_BATCHES
-
-    def ready(self, parameter: Tensor) -> None:
-        """Start to sum this rank's slice after the last gradient of the last micro-batch."""
-        self.pending -= 1
-        if self.pending == 0:
-            self.work = dist.reduce_scatter(
-                self.own.grad, self.gradient_slices, group=group[self.axis], async_op=True
-            )
-
-    def gather(self) -> None:
-        """Send the updated weights of each slice to all ranks."""
-        dist.all_gather(self.weight_slices, self.own.detach(), group=group[self.axis])
+    return s9_cp.parallelize(model)
 
 
 def make_buckets(model: nn.Module) -> list[Bucket]:
@@ -155,38 +90,6 @@ def make_buckets(model: nn.Module) -> list[Bucket]:
         axis = "cp" if "experts" in name else "cp_dp" if "_proj" in name else "cp_dp_tp"
         members.setdefault((name.split(".")[0], axis), []).append(parameter)
     return [Bucket(parameters, axis) for (_, axis), parameters in members.items()]
-
-
-def train_step(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add up the gradients of all (ids, targets), (B, T) each. Returns their part of the loss."""
-    total, running, sent = torch.zeros((), dtype=llama.DTYPE), deque[tuple[Tensor, Tensor]](), []
-    first, last = rank["pp"] == 0, rank["pp"] == size["pp"] - 1
-
-    def forward(ids: Tensor, targets: Tensor) -> None:
-        x = ids if first else comm.receive((*ids.shape, llama.HIDDEN), "pp", -1).requires_grad_()
-        y = llama.loss_fn(model(x), targets) if last else model(x)
-        if last:
-            total.add_(y.detach())
-        else:
-            sent.append(comm.send(y.detach(), "pp", 1))
-        running.append((x, y))
-
-    def backward() -> None:
-        x, y = running.popleft()
-        y.backward(None if last else comm.receive(y.shape, "pp", 1))
-        if x.grad is not None:  # not on the first stage, whose x are token ids
-            sent.append(comm.send(x.grad, "pp", -1))
-
-    warmup = size["pp"] - rank["pp"] - 1  # the forwards that run before the first gradient arrives
-    for ids, targets in micro_batches:
-        forward(ids, targets)
-        if len(running) > warmup:
-            backward()
-    while running:
-        backward()
-    for work in sent:
-        work.wait()
-    return total
 
 
 def train(dp: int, pp: int, cp: int, tp: int) -> tuple[nn.Module, list[float]]:
