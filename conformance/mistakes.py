@@ -50,6 +50,8 @@ BLOCKS = "picotron/context_parallel/block_attention.py"
 LLAMA, BATCHES, LOADER = "picotron/model/llama.py", "workbench/own_loops/batches.py", "picotron/data/loader.py"
 CHECKPOINT, WRITER = "workbench/run/checkpoint/checkpoint.py", "workbench/run/checkpoint/writer.py"
 SAFETENSORS = "workbench/run/checkpoint/safetensors_folder.py"
+EXPERTS, EXPERT_PARALLEL = "workbench/variants/experts.py", "workbench/variants/expert_parallel.py"
+EXPERT_TESTS = "tests/workbench/variants/test_experts.py"
 CACHE, SAMPLING = "workbench/generation/kv_cache.py", "workbench/generation/sampling.py"
 ROTATION, SCHEDULES = "workbench/generation/rotation.py", "workbench/schedules/schedules.py"
 CONFIG_CHECKS, RUN_FOLDER = "workbench/run/config_conflicts.py", "workbench/run/run_folder.py"
@@ -223,6 +225,37 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "eps_of_norms_assumed": Mistake(LLAMA, "self.weight, self.eps)\n", "self.weight, 1e-6)\n", ("fuzz", "step dp2")),
     "theta_assumed": Mistake(LLAMA, '1.0 / parameters["rope_theta"]', "1.0 / 1e4", ("fuzz", "step dp2")),
+    # -------------------------------------------------------------------------------------------------------- experts
+    "expert_gradients_times_ep": Mistake(
+        EXPERT_PARALLEL, "gradient_scale=1 / ep_size", "gradient_scale=1.0", (EXPERT_TESTS, "step dp2 ep2 mixtral"),
+        thread="pytorch/pytorch#160285",
+    ),
+    "expert_gradients_divided_by_all": Mistake(
+        EXPERT_PARALLEL, "gradient_scale=1 / ep_size", "gradient_scale=1 / grid.cp_dp_world_size",
+        (EXPERT_TESTS, "step dp4 ep2 mixtral"),
+    ),
+    "router_not_summed": Mistake(
+        EXPERTS, "place(block.gate.weight, sum_over=grid.tp_group)", "place(block.gate.weight, sum_over=None)",
+        (EXPERT_TESTS, "step tp2 mixtral"), thread="pytorch/torchtitan#4054",
+    ),
+    "expert_without_rows_skipped": Mistake(
+        EXPERTS, "zip(experts.values(), parts, strict=True)])", "zip(experts.values(), parts, strict=True) if len(part)])",
+        FUZZ,
+    ),
+    "router_weights_not_normalised": Mistake(
+        EXPERTS, "weights = weights / weights.sum(-1, keepdim=True)", "pass", (EXPERT_TESTS, "step dp2 mixtral")
+    ),
+    "outputs_in_the_wrong_order": Mistake(
+        EXPERTS, "Permute.apply(outputs, inverse, order)", "Permute.apply(outputs, order, inverse)",
+        (EXPERT_TESTS, "step dp2 mixtral"),
+    ),
+    "rows_of_ranks_not_sorted": Mistake(
+        EXPERT_PARALLEL, "expert.repeat_interleave(arriving.flatten()).argsort(stable=True)",
+        "expert.new_tensor(range(sum(received)))", (EXPERT_TESTS, "step dp2 ep2 mixtral"),
+    ),
+    "router_in_bfloat16": Mistake(
+        EXPERTS, "logits.softmax(-1, dtype=accumulation_dtype(logits))", "logits.softmax(-1)", (EXPERT_TESTS,)
+    ),
     # ------------------------------------------------------------------------------------------ pipeline parallelism
     "micro_batches_not_divided": Mistake(
         PIPELINE,

@@ -85,7 +85,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from picotron.model.families import differences, head_size, part_parameters
+from picotron.console import UserError
+from picotron.model.families import differences, head_size, model_cost, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan
@@ -336,7 +337,17 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Schedule
 
 
 def rank_memory(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan) -> list[Memory]:
-    """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount."""
+    """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount.
+
+    Raises:
+        UserError: the model has experts, whose activations depend on what the router chooses.
+    """
+    if differences(model).experts:
+        cost = model_cost(model, config.training.seq_length)
+        raise UserError(
+            f"model_type={model.model_type!r} has experts, for whose activations and messages there is no estimate; known are its "
+            f"{cost.parameters:,} parameters and {cost.flops:,} FLOPs per token"
+        )
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", config.needs_workbench
     messages = by_executor * 4 * s.tokens * s.shard * s.number

@@ -33,6 +33,7 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype
 from picotron.console import UserError
+from picotron.model.placement import placement
 from workbench.generation.kv_cache import KVCache
 from workbench.generation.sampling import Sampling, draw, mask_logits
 from workbench.pipelines.modules import LlamaStages
@@ -78,8 +79,8 @@ def generate(
 
     Raises:
         UserError: a prompt is empty or too long, or has a token that is not in the vocabulary, see `check_prompt`;
-            weights are not in memory (zero3); the stages are placed in a V with an odd number of chunks; logits are NaN
-            or infinite; or no token is left to draw, see `mask_logits`.
+            weights are not in memory (zero3); experts are on several ranks; the stages are placed in a V with an odd
+            number of chunks; logits are NaN or infinite; or no token is left to draw, see `mask_logits`.
     """
     _check(model, prompts, sampling)
     prompts = [prompt for prompt in prompts for _ in range(sampling.num_return_sequences)]
@@ -335,4 +336,8 @@ def _check(model: LlamaStages, prompts: Sequence[Sequence[int]], sampling: Sampl
         raise UserError(
             "the weights of this rank are not in memory, because dp_engine='zero3' divides them; use another dp_engine "
             "to generate"
+        )
+    if any(placement(parameter).average_over for parameter in model.parameters()):
+        raise UserError(
+            "the experts of this model are split over ranks, which would wait for each other's prompts; generate with ep_size=1"
         )

@@ -40,6 +40,13 @@ LAYOUTS: list[dict[str, Any]] = [  # with several groups
 ]
 
 
+EXPERTS: list[dict[str, Any]] = [
+    {"dp_size": 4, "ep_size": 2},
+    {"pp_size": 2, "tp_size": 2, "dp_size": 2, "ep_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
+    {"dp_size": 4, "ep_size": 2, "dp_engine": "zero3", "training__activation_checkpointing": "full"},
+]
+
+
 def recorded(config: Config, tied: bool = False) -> list[Program]:
     """Record a step and an evaluation of a model with one layer per stage, at least two."""
     layers = max(2, training_schedule(config).num_stages)
@@ -79,6 +86,13 @@ def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
     assert_finishes(programs)
     # With ZeRO-3, gradients are reduced while messages of a pipeline are in flight.
     assert max(map(most_in_flight, programs)) <= (4 if layout.get("dp_engine") == "zero3" else 3)
+
+
+@pytest.mark.parametrize("layout", EXPERTS, ids=layout_name)
+def test_steps_with_experts_finish(layout: dict[str, Any]) -> None:
+    keys = {"pp_engine": "1f1b", "pp_size": 1} | layout
+    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), 3, training__eval_steps=1, **keys)
+    assert_finishes(record(config, tiny_llama("mixtral", num_hidden_layers=4)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -31,6 +31,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have
     ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
     ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
+    ({"distributed": {"dp_size": 2, "cp_size": 2, "ep_size": 3, "use_cpu": True}}, "use a divisor of 4"),
+    (
+        {
+            "distributed": {"dp_size": 2, "ep_size": 2, "use_cpu": True},
+            "logging__sample_prompt": "a",
+            "training__eval_frequency": 1,
+        },
+        "generates with distributed.ep_size=1",
+    ),
     ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),
     ({"training": {"lr_scheduler": "wsd", "warmup_steps": 185}}, "set decay_steps to at most 15"),
     ({"distributed__cp_size": 4, "training__seq_length": 1028}, "seq_length=1028 is not divisible by 8"),

@@ -1,0 +1,197 @@
+"""Mixtures of experts: layouts against one process, routers against transformers, files, and what is refused."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from conformance.models import FAMILIES, WITH_EXPERTS, small_config, write_model
+from conformance.oracle import assert_close, make_config, oracle_training, our_model, random_tokens
+from conformance.training import CPU, all_stages, train_steps, wrapped
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config, Model
+from picotron.console import UserError
+from picotron.model.families import model_cost
+from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
+from picotron.pipeline_parallel.stages import plan_stages
+from picotron.process_group_manager import setup_process_group_manager
+from workbench.explain.explain import explain
+from workbench.generation.rotation import generate
+from workbench.generation.sampling import Sampling
+from workbench.pipelines.engine import check_layout
+from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.model_config import load_model_config
+from workbench.variants.choose import build_stage
+from workbench.variants.experts import Experts
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, its options, layout
+    "dp2 ep2 x tp2": ("qwen3_moe", FAMILIES["qwen3_moe"][0], {"dp_size": 2, "ep_size": 2, "tp_size": 2}),
+    "dp4 ep2 zero1, some layers": ("qwen3_moe", FAMILIES["qwen3_moe"][2], {"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}),
+    "dp4 ep2 zero3, experts without rows": (
+        "olmoe",
+        {"num_experts": 32, "num_experts_per_tok": 1},
+        {"dp_size": 4, "ep_size": 2, "dp_engine": "zero3"},
+    ),
+    "pp2 x dp2 ep2": ("mixtral", {}, {"dp_size": 2, "ep_size": 2, "pp_size": 2, "pp_engine": "zb_h1"}),
+}  # fmt: skip
+
+
+def config_of(layout: dict[str, Any]) -> Config:
+    changes = {f"distributed__{key}": value for key, value in layout.items()}
+    batch = {"training__gradient_accumulation_steps": 8 // layout.get("dp_size", 1), "training__micro_batch_size": 1}
+    return make_config(training__total_train_steps=3, dataset__shuffle=False, **batch, **changes)
+
+
+def train(family: str, options: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    config, model_config = config_of(layout), small_config(family, **options)
+    model = wrapped(config, model_config)
+    losses, norms = train_steps(model, config, model_config)
+    return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_equal_transformers(pool: WorkerPool, name: str) -> None:
+    family, options, layout = LAYOUTS[name]
+    config = config_of(layout)
+    expected = oracle_training(config, small_config(family, **options), random_tokens())
+    found = pool.run(train, config.distributed.world_size, family, options, layout)[0]
+    assert found["weights"].keys() == expected["weights"].keys()
+    for number in ("losses", "grad_norms"):
+        assert_close(found[number], expected[number], what=number)
+    for parameter, value in found["weights"].items():
+        assert_close(value, expected["weights"][parameter], what=parameter)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_router_in_bfloat16_equals_transformers(family: str) -> None:
+    """So do the dtypes of the weights, which Mixtral does not round."""
+    config = small_config(family, hidden_size=64)
+    theirs = AutoModelForCausalLM.from_config(config).bfloat16().model.layers[0].mlp.gate
+    ours = Experts(config).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    ours.gate.weight.data = theirs.weight.data = torch.randn(theirs.weight.shape, generator=generator).bfloat16()
+    tokens = torch.randn(50, 64, generator=generator).bfloat16()
+    weights, chosen = ours.route(tokens)
+    _, their_weights, their_chosen = theirs(tokens)
+    assert weights.dtype == their_weights.dtype
+    assert torch.equal(weights, their_weights)
+    assert torch.equal(chosen, their_chosen)
+
+
+def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the model in a folder, which is read as a run does."""
+    config, model_config = make_config(model__dtype="float32"), load_model_config(Model(name=str(folder)))
+    setup_process_group_manager(1, 1, 1, 1)
+    pipeline = functools.partial(PipelineParallel, stage=plan_stages(config, model_config)[0])
+    stage = build_stage(config, model_config, pipeline, CPU, torch.float32, Checkpoint(folder).weights())
+    return unwrap(stage)(ids).detach()
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_fused_tensors_are_read(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    write_model(tmp_path / "hub", small_config(family))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", experts_implementation="eager")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    ids = torch.arange(2 * 13).view(2, 13)
+    for name in ("hub", "fused"):
+        (found,) = pool.run(logits_of, 1, tmp_path / name, ids)
+        assert_close(found, model(input_ids=ids, use_cache=False).logits.detach(), 1e-5, name)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_parameters_and_flops_are_those_of_the_model(family: str) -> None:
+    """Torch counts only matmuls, so the norms are subtracted, and no causal attention."""
+    config = small_config(family)
+    model = our_model(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model_cost(config, 16).parameters
+    with FlopCounterMode(display=False) as counter:
+        model(
+            torch.arange(2 * 16).view(2, 16), attention_fn=lambda q, k, v: q + 0 * (k.sum() + v.sum())
+        ).sum().backward()
+    norms = 6 * sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
+    attention = 12 * config.num_hidden_layers * model.model.layers["0"].self_attn.q_proj.out_features * 16
+    assert counter.get_total_flops() / (2 * 16) == model_cost(config, 16).flops - norms - attention
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "layout", "sentence"),
+    [
+        ("mixtral", {"output_router_logits": True}, {}, "output_router_logits=True"),
+        ("mixtral", {"router_jitter_noise": 0.1}, {}, "router_jitter_noise=0.1"),
+        ("olmoe", {"clip_qkv": 5.0}, {}, "clip_qkv=5.0"),
+        ("olmoe", {"num_experts_per_tok": 9}, {}, "num_experts_per_tok=9 .* exceeds the 8 experts"),
+        ("olmoe", {}, {"dp_size": 3, "ep_size": 3}, "ep_size=3 cannot split the model's 8 experts"),
+        ("llama", {}, {"dp_size": 2, "ep_size": 2}, "ep_size=2 cannot split the model's 0 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": 13}, {"tp_size": 2}, "tp_size=2 does not divide 13"),
+    ],
+)
+def test_models_that_cannot_run_are_refused(
+    tmp_path: Path, family: str, keys: dict[str, Any], layout: dict[str, Any], sentence: str
+) -> None:
+    small_config(family, **keys).save_pretrained(tmp_path)
+    config = make_config(model__name=str(tmp_path), **{f"distributed__{key}": value for key, value in layout.items()})
+    with pytest.raises(UserError, match=sentence):
+        check_layout(config, load_model_config(config.model))
+
+
+def test_memory_of_experts_is_not_estimated(tmp_path: Path) -> None:
+    small_config("mixtral").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model_type='mixtral' has experts, .* 103,776 parameters"):
+        explain(make_config(model__name=str(tmp_path)))
+
+
+def generate_on_ranks() -> str:
+    model = wrapped(config_of({"dp_size": 2, "ep_size": 2}), small_config("mixtral"))
+    with pytest.raises(UserError) as error:
+        generate(model.module, [[1, 2]], Sampling(3))
+    return str(error.value)
+
+
+def test_experts_on_several_ranks_do_not_generate(pool: WorkerPool) -> None:
+    assert all("ep_size=1" in each for each in pool.run(generate_on_ranks, 2))
+
+
+def train_folder(save_dir: Path, **keys: Any) -> Path:
+    """Run train.py for four steps. Returns its last checkpoint."""
+    options = [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+    command = [sys.executable, "train.py", "--config", "docs/small.json", "--model.num_hidden_layers", "null"]
+    command += ["--training.total_train_steps", "4", "--checkpoint.save_frequency", "2", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--checkpoint.save_dir", str(save_dir)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return save_dir / "step_00000004"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_folder_of_transformers_is_trained_resumed_and_returned(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path / "model", small_config(family, vocab_size=512))
+    start = {"model__name": tmp_path / "model", "model__pretrained": "true"}
+    alone = train_folder(tmp_path / "alone", **start)
+    layout = {"distributed__dp_size": 2, "distributed__ep_size": 2, "training__gradient_accumulation_steps": 2}
+    split = train_folder(tmp_path / "split", **start, **layout)
+    layout = {"distributed__tp_size": 2, "distributed__pp_size": 2}
+    resumed = train_folder(
+        tmp_path / "resumed", **start, **layout, checkpoint__load_path=split.with_name("step_00000002")
+    )
+    ids, logits = torch.arange(2 * 13).view(2, 13), []
+    for folder in (alone, split, resumed):
+        options = {"experts_implementation": "eager", "dtype": torch.float64}
+        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        assert not any(report.values()), report
+        assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}
+        logits.append(model(input_ids=ids, use_cache=False).logits.detach())
+    assert_close(logits[1], logits[0], what="dp2 ep2")
+    assert_close(logits[2], logits[0], what="resumed in tp2 x pp2")
