@@ -20,9 +20,10 @@ ADAPTER = Path("conformance/adapters/picotron.py").resolve()
 TABLE = Path("docs/reference/parity.csv")
 KINDS = ("loss", "gradients", "weights")  # of errors
 
-# The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; sp, sequence
-# parallel, with tp; how the sequence is split and attention sees the rest of it, with cp; zero1 or zero3, else bucket,
-# with dp or cp; embedding and head tied or not; how many key/value heads there are for 8 query heads; the family.
+# The sizes of the axes; a schedule, with pp, and chunks2 for two stages per rank where one is the default; ep2 or ep4
+# for experts that as many ranks share; sp, sequence parallel, with tp; how the sequence is split and attention sees the
+# rest of it, with cp; zero1 or zero3, else bucket, with dp or cp; embedding and head tied or not; how many key/value
+# heads there are for 8 query heads; the family.
 # test_grid.py shows that any two of these meet, if they can.
 LAYOUTS = """
 cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2
@@ -117,6 +118,41 @@ pp2 interleaved_1f1b tied kv8 gemma
 pp2 looped_bfs untied kv1 gemma
 pp2 zb_h1 untied kv8 gemma
 pp2 zbv untied kv8 gemma
+dp2 ep2 untied kv4 qwen3_moe
+dp2 x tp2 ep2 sp tied kv1 mixtral
+dp2 x cp2 ep4 zigzag ring untied kv4 olmoe
+dp2 x pp2 1f1b ep2 zero1 untied kv4 qwen3_moe
+dp4 ep2 zero3 untied kv8 mixtral
+dp2 x cp2 ep2 zero3 zigzag all_gather tied kv4 qwen3_moe
+dp2 x cp2 ep4 zero1 contiguous ulysses untied kv8 olmoe
+cp2 x tp2 ep2 sp zero3 zigzag ring tied kv4 olmoe
+pp2 x cp2 x tp2 dualpipev ep2 contiguous ring untied kv1 mixtral
+dp4 x tp2 ep4 sp zero1 untied kv4 qwen3_moe
+tp2 sp untied kv4 mixtral
+pp4 1f1b tied kv1 qwen3_moe
+pp2 x cp2 x tp4 looped_bfs contiguous ring zero1 untied kv8 qwen3_moe
+pp2 x cp4 x tp2 1f1b ep4 zigzag all_gather untied kv1 olmoe
+pp4 x cp4 zb_h1 zigzag ulysses tied kv8 mixtral
+dp4 x pp4 interleaved_1f1b ep4 zero3 tied kv1 olmoe
+pp4 x cp4 v_min ep2 contiguous ulysses zero1 tied kv8 qwen3_moe
+dp2 x pp2 x cp2 x tp2 afab sp contiguous all_gather zero1 tied kv8 mixtral
+pp2 x cp2 x tp4 dualpipev sp contiguous all_gather zero3 untied kv1 olmoe
+pp2 x cp2 x tp4 looped_bfs ep2 sp contiguous all_gather zero1 untied kv1 mixtral
+dp2 x pp2 x cp4 v_min ep4 zigzag ring tied kv4 mixtral
+dp4 x pp2 x cp2 interleaved_1f1b zigzag ring zero3 untied kv8 qwen3_moe
+dp2 x pp2 x cp2 x tp2 zb_h1 ep2 contiguous ulysses zero1 tied kv8 olmoe
+pp4 x cp2 x tp2 interleaved_1f1b ep2 contiguous all_gather zero3 untied kv1 mixtral
+pp4 x cp2 zbv ep2 zigzag ulysses zero1 untied kv8 mixtral
+dp2 x pp4 x cp2 v_min zigzag ring tied kv4 olmoe
+pp2 x cp2 x tp4 afab ep2 sp contiguous ring zero3 untied kv4 qwen3_moe
+dp2 x pp4 x cp2 zbv ep4 contiguous all_gather zero3 untied kv8 qwen3_moe
+pp2 x cp2 x tp2 zbv sp zigzag all_gather zero3 tied kv1 olmoe
+dp2 x pp2 x cp2 x tp2 zb_h1 ep4 sp zigzag ulysses tied kv8 qwen3_moe
+dp4 x pp2 x tp2 dualpipev ep4 sp untied kv1 qwen3_moe
+dp2 x pp4 x cp2 afab ep4 contiguous ring zero1 tied kv4 olmoe
+dp2 x pp2 x cp2 looped_bfs ep4 zigzag ring untied kv8 olmoe
+dp2 x cp2 x tp4 ep4 sp contiguous ring zero3 untied kv4 mixtral
+pp2 x cp2 x tp2 1f1b contiguous ulysses untied kv8 mixtral
 """.strip().splitlines()
 
 

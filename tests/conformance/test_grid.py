@@ -8,6 +8,7 @@ import pytest
 
 from conformance.check import Checker
 from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of
+from conformance.models import WITH_EXPERTS
 from picotron.model.families import FAMILIES
 from workbench.schedules.schedules import SCHEDULES
 
@@ -40,6 +41,8 @@ def features(name: str) -> dict[str, Any]:
     if sizes["cp"] > 1:
         found["cp_sharding"] = next(word for word in words if word in ("zigzag", "contiguous"))
         found["cp_engine"] = next(word for word in words if word in ("ring", "all_gather", "ulysses"))
+    if words[-1] in WITH_EXPERTS:
+        found["ep"] = next((int(word[2:]) for word in words if word[:2] == "ep"), 1)
     if sizes["dp"] * sizes["cp"] > 1:
         found["dp_engine"] = next((word for word in words if word in ("zero1", "zero3")), "bucket")
     return found | {"tied": "tied" in words, "kv": int(words[-2].removeprefix("kv")), "family": words[-1]}
@@ -50,7 +53,7 @@ def every_layout() -> Iterator[dict[str, Any]]:
     sizes, engines = (1, 2, 4), ("ring", "all_gather", "ulysses")
     wrappers = ("bucket", "zero1", "zero3")
     for dp, pp, cp, tp in itertools.product(sizes, repeat=4):
-        for schedule, sp, sharding, engine, wrapper, tied, kv, family in itertools.product(
+        for schedule, sp, sharding, engine, wrapper, tied, kv, (family, ep) in itertools.product(
             SCHEDULES if pp > 1 else (None,),
             (False, True) if tp > 1 else (None,),
             ("zigzag", "contiguous") if cp > 1 else (None,),
@@ -58,12 +61,12 @@ def every_layout() -> Iterator[dict[str, Any]]:
             wrappers if dp * cp > 1 else (None,),
             (False, True),
             (1, 4, 8),
-            FAMILIES,
+            [(name, size) for name in FAMILIES for size in ((1, 2, 4) if name in WITH_EXPERTS else (None,))],
         ):
             heads_split = engine != "ulysses" or max(1, kv // tp) % cp == 0
-            if 1 < dp * pp * cp * tp <= 16 and heads_split:
+            if 1 < dp * pp * cp * tp <= 16 and heads_split and dp * cp % (ep or 1) == 0:
                 found = {"pp_engine": schedule, "sequence_parallel": sp, "cp_sharding": sharding, "cp_engine": engine}
-                found["dp_engine"] = wrapper
+                found |= {"dp_engine": wrapper, "ep": ep}
                 found |= {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "tied": tied, "kv": kv, "family": family}
                 yield {key: value for key, value in found.items() if value is not None}
 

@@ -62,10 +62,11 @@ class Expert(nn.Module):
 
     @property
     def down(self) -> nn.Module:
-        return self.get_submodule(self.names.down)
+        linear: nn.Module = getattr(self, self.names.down)
+        return linear
 
     def forward(self, rows: Tensor) -> Tensor:
-        gate, up = (self.get_submodule(name) for name in (self.names.gate, self.names.up))
+        gate, up = getattr(self, self.names.gate), getattr(self, self.names.up)
         hidden: Tensor = self.act_fn(gate(rows), up(rows))  # (R, F)
         output: Tensor = self.down(hidden)
         return output
