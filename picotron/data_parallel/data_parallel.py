@@ -31,14 +31,12 @@ class Bucket:
 
     Attributes:
         group: the ranks to average over.
-        has_replicas: whether the group has more than one rank.
         gradients: the views, in which gradients accumulate; here they are also the `main_grad`s.
         pending_parameters: parameters whose gradient is not complete yet in a backward that reduces.
     """
 
     def __init__(self, parameters: list[nn.Parameter], multiple: int = 1) -> None:
         self.parameters, self.group = parameters, replicas(parameters[0])
-        self.has_replicas = dist.get_world_size(self.group) > 1
         first, sizes = parameters[0], [p.numel() for p in parameters]
         padded = -(-sum(sizes) // multiple) * multiple
         self.buffer = torch.zeros(padded, dtype=accumulation_dtype(first), device=first.device)
@@ -159,8 +157,8 @@ class DataParallel(nn.Module):
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
         bucket = self.bucket_of[parameter]
         bucket.gradients[parameter].add_(gradient)
-        if self.require_backward_grad_sync and bucket.has_replicas:
-            bucket.pending_parameters.remove(parameter)
+        if self.require_backward_grad_sync:
+            bucket.pending_parameters.discard(parameter)
             # Always in order: collectives of different ranks are matched by their place in the sequence, and ranks may
             # differ in which parameters their part of the batch uses.
             while self.pending_buckets and not self.pending_buckets[0].pending_parameters:

@@ -9,6 +9,7 @@ from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
 from conformance.oracle import assert_close, torch_adamw
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
+from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.placement import place
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import new_groups, setup_process_group_manager
@@ -75,3 +76,19 @@ def test_experts_equal_one_process(pool: WorkerPool, engine: str) -> None:
     for found in pool.run(train, RANKS, engine):
         for name, value in found.items():
             assert_close(value, expected[name], what=name)
+
+
+def pending_after_backward() -> int:
+    """Return the number of buckets that wait for the end of the step. Each of two ranks holds one expert alone."""
+    grid = setup_process_group_manager(1, 1, 1, 2)
+    model = Experts([grid.dp_rank])
+    model.group, alone = new_groups([[0, 1]]), new_groups([[0], [1]])
+    for parameter in model.experts.parameters():
+        place(parameter, average_over=alone, gradient_scale=1 / 2)
+    wrapped = DataParallelBucket(model, bucket_mb=0.0)
+    wrapped(inputs(0, grid.dp_rank)).backward()
+    return len(wrapped.pending_buckets)
+
+
+def test_an_expert_on_one_rank_holds_back_no_reduction(pool: WorkerPool) -> None:
+    assert pool.run(pending_after_backward, 2) == [0, 0]
