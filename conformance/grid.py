@@ -138,7 +138,6 @@ pp4 x cp4 v_min ep2 contiguous ulysses zero1 tied kv8 qwen3_moe
 dp2 x pp2 x cp2 x tp2 afab sp contiguous all_gather zero1 tied kv8 mixtral
 pp2 x cp2 x tp4 dualpipev sp contiguous all_gather zero3 untied kv1 olmoe
 pp2 x cp2 x tp4 looped_bfs ep2 sp contiguous all_gather zero1 untied kv1 mixtral
-dp2 x pp2 x cp4 v_min ep4 zigzag ring tied kv4 mixtral
 dp4 x pp2 x cp2 interleaved_1f1b zigzag ring zero3 untied kv8 qwen3_moe
 dp2 x pp2 x cp2 x tp2 zb_h1 ep2 contiguous ulysses zero1 tied kv8 olmoe
 pp4 x cp2 x tp2 interleaved_1f1b ep2 contiguous all_gather zero3 untied kv1 mixtral
@@ -151,8 +150,10 @@ dp2 x pp2 x cp2 x tp2 zb_h1 ep4 sp zigzag ulysses tied kv8 qwen3_moe
 dp4 x pp2 x tp2 dualpipev ep4 sp untied kv1 qwen3_moe
 dp2 x pp4 x cp2 afab ep4 contiguous ring zero1 tied kv4 olmoe
 dp2 x pp2 x cp2 looped_bfs ep4 zigzag ring untied kv8 olmoe
-dp2 x cp2 x tp4 ep4 sp contiguous ring zero3 untied kv4 mixtral
 pp2 x cp2 x tp2 1f1b contiguous ulysses untied kv8 mixtral
+pp4 x cp2 x tp2 v_min zigzag ring zero3 untied kv1 mixtral
+dp2 x pp2 x cp2 x tp2 v_min ep4 zigzag ring tied kv1 olmoe
+dp2 x cp2 x tp4 ep4 sp contiguous all_gather zero1 tied kv4 qwen3_moe
 """.strip().splitlines()
 
 

@@ -12,6 +12,7 @@ from conformance.models import WITH_EXPERTS
 from picotron.model.families import FAMILIES
 from workbench.schedules.schedules import SCHEDULES
 
+EP_SIZES = {name: (1, 2) if name == "mixtral" else (1, 2, 4) for name in WITH_EXPERTS}  # Mixtral has 6 experts here
 SOME = "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3"
 
 
@@ -61,7 +62,7 @@ def every_layout() -> Iterator[dict[str, Any]]:
             wrappers if dp * cp > 1 else (None,),
             (False, True),
             (1, 4, 8),
-            [(name, size) for name in FAMILIES for size in ((1, 2, 4) if name in WITH_EXPERTS else (None,))],
+            [(name, size) for name in FAMILIES for size in EP_SIZES.get(name, (None,))],
         ):
             heads_split = engine != "ulysses" or max(1, kv // tp) % cp == 0
             if 1 < dp * pp * cp * tp <= 16 and heads_split and dp * cp % (ep or 1) == 0:
