@@ -21,7 +21,7 @@ from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
 from conformance.precision import check_precision
 from conformance.ranks import load_adapter
-from conformance.reference import Reference, run_reference
+from conformance.reference import Reference, named_like, run_reference
 from conformance.result import Result, first_line, read_outcome
 from conformance.rounding import limits_of
 from conformance.trace import Trace
@@ -227,7 +227,9 @@ class Checker:
             logs = {rank: path for rank in missing if (path := case.folder / f"rank{rank}.log").exists()}
             row.log = "".join(f"rank {rank}: {path.read_text(errors='replace')[-2000:]}" for rank, path in logs.items())
         else:
-            right, results = self.reference(case), [outcome[1] for outcome in outcomes.values()]
+            results: list[Result] = [outcome[1] for outcome in outcomes.values()]
+            names = {name for each in results for tensors in (*each.gradients, each.weights) for name in tensors}
+            right = self.reference(case, names)
             difference = None
             try:
                 difference = self.compare(case, results, row, *right)
@@ -293,11 +295,15 @@ class Checker:
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}", {}
 
-    def reference(self, case: Case) -> tuple[Reference, Any]:
-        """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible."""
+    def reference(self, case: Case, names: Iterable[str]) -> tuple[Reference, Any]:
+        """Return the reference of a case, and the limits of its dtype, from those of an earlier layout if possible.
+
+        Args:
+            names: names of the tensors that the ranks returned, see `named_like`.
+        """
         key = self.key(case)
         if key not in self.known:
-            right = run_reference(case)
+            right = named_like(run_reference(case), names)
             self.known[key] = right, None if case.dtype == "float64" else limits_of(case, right)
         return self.known[key]
 

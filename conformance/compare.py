@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.experts import named_as
 from conformance.reference import Reference
 from conformance.result import Part, Result
 
@@ -183,8 +182,6 @@ def of_tensors(
         if what == "weight" and right:
             yield (what, None), math.inf, Difference(what, step, hint="no rank returned it")
         return
-    ours = {name for found in of_ranks for name in found}
-    right, initial = named_as(ours, right), named_as(ours, initial)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
     for rank, found in enumerate(of_ranks):
         for unknown in found.keys() - right.keys() - tied.keys():

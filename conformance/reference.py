@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.case import Batch, Case, token_losses, weights_of
+from conformance.experts import named_as
 from conformance.result import Result
 
 
@@ -83,6 +84,13 @@ def train(
     if case.new_tokens:
         found.tokens = continued(model, case.prompts(), case.new_tokens)
     return found
+
+
+def named_like(found: Reference, names: Iterable[str]) -> Reference:
+    """Return a reference with the names of the hub for experts, if `names` are such names, see `named_as`."""
+    names, weights = list(names), ("weights", "initial")
+    renamed = {key: named_as(names, getattr(found, key)) for key in weights}
+    return dataclasses.replace(found, gradients=[named_as(names, each) for each in found.gradients], **renamed)
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:

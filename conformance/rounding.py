@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from conformance.case import Case
 from conformance.compare import Key, Limits, errors_of_reference
 from conformance.precision import UNIT, Factors, bias, factors_of
-from conformance.reference import Reference, train
+from conformance.reference import Reference, named_like, train
 
 RUNS = 12
 # A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases.
@@ -89,6 +89,7 @@ def limits_of(case: Case, right: Reference) -> Limits:
     for seed in range(RUNS):
         model = exact.model()
         found = train(model, exact, case.batch, rounding=Rounding(case.torch_dtype, seed, model))
+        found = named_like(found, right.initial)
         for key, error in errors_of_reference(found, right).items():
             errors.setdefault(key, []).append(error)
         factors.append(factors_of(found.gradients, found.weights, right))

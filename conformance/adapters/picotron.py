@@ -112,7 +112,8 @@ def train(case: Case, trainer: Trainer) -> Result:
     if case.exports and dist.get_rank() == 0:
         shutil.copytree(max(checkpoint_folders(case.output).values()), case.output, dirs_exist_ok=True)
     if case.new_tokens:
-        case.require(trainer.config.distributed.dp_engine != "zero3", "generation needs all weights on a rank")
+        layout = trainer.config.distributed
+        case.require(layout.dp_engine != "zero3" and layout.ep_size == 1, "generation needs all weights on a rank")
         found = generate(trainer.stage, case.prompts(), Sampling(case.new_tokens))
         result.tokens = [completion.tokens for completion in found]
     masters = trainer.optimizer.masters
