@@ -27,7 +27,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], is_mixtral: bool) -> dict[str, Te
     return found
 
 
-def named_as(names: Iterable[str], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def named_as(names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of the hub, see `hub_tensors`, if `names` are such names of experts."""
     names = list(names)
     if not any(".experts." in name and name.endswith(".weight") for name in names):

@@ -88,9 +88,10 @@ def train(
 
 def named_like(found: Reference, names: Iterable[str]) -> Reference:
     """Return a reference with the names of the hub for experts, if `names` are such names, see `named_as`."""
-    names, weights = list(names), ("weights", "initial")
-    renamed = {key: named_as(names, getattr(found, key)) for key in weights}
-    return dataclasses.replace(found, gradients=[named_as(names, each) for each in found.gradients], **renamed)
+    names = list(names)
+    gradients = [named_as(names, each) for each in found.gradients]
+    weights, initial = named_as(names, found.weights), named_as(names, found.initial)
+    return dataclasses.replace(found, gradients=gradients, weights=weights, initial=initial)
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
