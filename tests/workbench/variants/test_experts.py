@@ -31,7 +31,7 @@ from workbench.pipelines.engine import check_layout
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.model_config import load_model_config
 from workbench.variants.choose import build_stage
-from workbench.variants.experts import Experts
+from workbench.variants.experts import Experts, expert_load
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, its options, layout
     "dp2 ep2 x tp2": ("qwen3_moe", FAMILIES["qwen3_moe"][0], {"dp_size": 2, "ep_size": 2, "tp_size": 2}),
@@ -55,7 +55,8 @@ def train(family: str, options: dict[str, Any], layout: dict[str, Any]) -> dict[
     config, model_config = config_of(layout), small_config(family, **options)
     model = wrapped(config, model_config)
     losses, norms = train_steps(model, config, model_config)
-    return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
+    load = expert_load(unwrap(model))
+    return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data"), "load": load}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,6 +70,14 @@ def test_layouts_equal_transformers(pool: WorkerPool, name: str) -> None:
         assert_close(found[number], expected[number], what=number)
     for parameter, value in found["weights"].items():
         assert_close(value, expected["weights"][parameter], what=parameter)
+
+
+def test_the_load_of_experts_is_the_same_in_every_layout(pool: WorkerPool) -> None:
+    family, options, layout = LAYOUTS["pp2 x dp2 ep2"]
+    alone = pool.run(train, 1, family, options, {})[0]["load"]
+    assert 1 <= alone["expert_load"] <= 8
+    for keys in (layout, {"tp_size": 2, "cp_size": 2, "ep_size": 2, "sequence_parallel": True}):
+        assert pool.run(train, 4, family, options, keys)[0]["load"] == alone
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
@@ -180,8 +189,9 @@ def test_folder_of_transformers_is_trained_resumed_and_returned(tmp_path: Path, 
     write_model(tmp_path / "model", small_config(family, vocab_size=512))
     start = {"model__name": tmp_path / "model", "model__pretrained": "true"}
     alone = train_folder(tmp_path / "alone", **start)
-    layout = {"distributed__dp_size": 2, "distributed__ep_size": 2, "training__gradient_accumulation_steps": 2}
-    split = train_folder(tmp_path / "split", **start, **layout)
+    engine = {"qwen3_moe": "bucket", "mixtral": "zero1", "olmoe": "zero3"}[family]
+    layout = {"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": engine}
+    split = train_folder(tmp_path / "split", **start, **layout, training__gradient_accumulation_steps=1)
     layout = {"distributed__tp_size": 2, "distributed__pp_size": 2}
     resumed = train_folder(
         tmp_path / "resumed", **start, **layout, checkpoint__load_path=split.with_name("step_00000002")
@@ -193,5 +203,5 @@ def test_folder_of_transformers_is_trained_resumed_and_returned(tmp_path: Path, 
         assert not any(report.values()), report
         assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}
         logits.append(model(input_ids=ids, use_cache=False).logits.detach())
-    assert_close(logits[1], logits[0], what="dp2 ep2")
+    assert_close(logits[1], logits[0], what="dp4 ep2")
     assert_close(logits[2], logits[0], what="resumed in tp2 x pp2")

@@ -38,10 +38,10 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Pa
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
     write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
 
-    def late(self: CheckpointWriter, progress: Progress, slices: Any) -> None:
+    def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
         if progress.step == 1:
             second_snapshot.wait(0.3)
-        write(self, progress, slices)
+        write(self, progress, *others)
 
     def noticed(self: HostBuffers, tensors: Any) -> Any:
         copies = snapshot(self, tensors)
