@@ -35,6 +35,7 @@ FUZZ = ("fuzz",)
 DATA_PARALLEL = "picotron/data_parallel/data_parallel.py"
 VARIANTS = "workbench/variants/choose.py"
 ZERO1, ZERO3 = "workbench/variants/zero1.py", "workbench/variants/zero3.py"
+FLOAT16, FLOAT16_TESTS = "workbench/variants/float16.py", ("tests/workbench/variants/test_float16.py",)
 BFLOAT16, BFLOAT16_TESTS = (
     "workbench/variants/bfloat16_states.py",
     ("tests/workbench/variants/test_bfloat16_states.py",),
@@ -108,6 +109,13 @@ MISTAKES: dict[str, Mistake] = {
     "rounded_to_nearest": Mistake(BFLOAT16, "round_stochastically(weight, w, bits)", "weight.copy_(w)", BFLOAT16_TESTS),
     "second_moment_to_nearest": Mistake(
         BFLOAT16, "round_stochastically(exp_avg_sq, v, bits >> 16)", "exp_avg_sq.copy_(v)", BFLOAT16_TESTS
+    ),
+    "scale_not_divided": Mistake(FLOAT16, "clip / scale.value", "clip", FLOAT16_TESTS),
+    "overflow_seen_on_own_rank_only": Mistake(
+        FLOAT16, "bool(norm.isfinite())", "all(each.isfinite().all() for each in model.gradient_buffers())", FLOAT16_TESTS
+    ),
+    "scale_not_resumed": Mistake(
+        "workbench/run/checkpoint/checkpoint.py", "vars(scale).update(self.state.loss_scale)", "pass", FLOAT16_TESTS
     ),
     "nan_becomes_zero": Mistake(BFLOAT16, "torch.where(values.isfinite(), rounded, values)", "rounded", BFLOAT16_TESTS),
     "norm_of_one_stage": Mistake(OPTIMIZER, "all_reduce(square, None)", "all_reduce(square, pgm.process_group_manager.tp_group)", ("fuzz", "step pp2")),
@@ -252,6 +260,9 @@ MISTAKES: dict[str, Mistake] = {
     "rows_of_ranks_not_sorted": Mistake(
         EXPERT_PARALLEL, "expert.repeat_interleave(arriving.flatten()).argsort(stable=True)",
         "expert.new_tensor(range(sum(received)))", (EXPERT_TESTS, "step dp2 ep2 mixtral"),
+    ),
+    "load_of_one_rank": Mistake(
+        EXPERTS, "    all_reduce(counts, None)\n", "", (EXPERT_TESTS,), thread="NVIDIA-NeMo/Automodel#3359"
     ),
     "router_in_bfloat16": Mistake(
         EXPERTS, "logits.softmax(-1, dtype=accumulation_dtype(logits))", "logits.softmax(-1)", (EXPERT_TESTS,)
