@@ -6,8 +6,8 @@
 prints a row for each run, worst first, and a summary of each source and of each kind of layout. The last table compares
 layouts of one model on one number of GPUs; its regret is the price of the forecast's choice among them.
 
-Prices may be chosen with the runs for calibration; all others are held out. None of the published runs is picotron's:
-their programs differ from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so
+Prices may be chosen with the runs for calibration; all others are held out. Only two of the runs are picotron's: other
+programs differ from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so
 no summary contains their runs.
 """
 
@@ -119,7 +119,8 @@ def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fu
     for each number of a layer's input.
     """
     config, hardware = config_of(run, source, fused), HARDWARE[source["hardware"]]
-    hardware = dataclasses.replace(hardware, memory=hardware.memory * source.get("memory", 1))  # of another variant
+    memory = hardware.memory * source.get("memory", 1)  # of another variant
+    hardware = dataclasses.replace(hardware, memory=memory, node=source.get("node", hardware.node))
     plan = plan_pipeline(config, model)
     found = forecast(config, model, plan, hardware)
     clock, moved = Clock(config, model, hardware), source.get("moved", {"parameter": 0, "input": 0})
@@ -198,14 +199,20 @@ def comparable(found: list[Row]) -> list[Row]:
 
 
 def by_kind(found: list[Row]) -> dict[str, Errors]:
-    """Return the errors of each kind of layout. A run counts for all of its kinds."""
-    kinds: dict[str, list[float]] = defaultdict(list, {kind: [] for kind in ERRORS})
+    """Return the errors of each kind of layout. A run counts for all of its kinds. The median is that of the runs that
+    are held out, if there are some.
+    """
+    kinds: dict[str, list[Row]] = defaultdict(list, {kind: [] for kind in ERRORS})
     for row in comparable(found):
         for kind in row.kinds:
-            kinds[kind].append(row.error)
-    return {
-        kind: Errors(len(each), median(map(abs, each)), min(each), max(each)) for kind, each in kinds.items() if each
-    }
+            kinds[kind].append(row)
+    result = {}
+    for kind, rows_of in kinds.items():
+        if rows_of:
+            errors = [row.error for row in rows_of]
+            held_out = [row.error for row in rows_of if not row.run["calibration"]]
+            result[kind] = Errors(len(errors), median(map(abs, held_out or errors)), min(errors), max(errors))
+    return result
 
 
 def kinds_table(found: list[Row]) -> str:
