@@ -178,11 +178,11 @@ def gpu(
 ) -> Hardware:  # fmt: skip
     """Return the rates of a GPU: its data sheet, times the fractions that programs reach.
 
-    `pace`, the fraction of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated:
-    they are those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for
-    calibration. All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum,
-    `step_launch`, is an assumption; forecasts of one H100 that `make gpu` has measured are 2 % and 7 % too fast. `contention` is calibrated with the runs of
-    ZeRO-3, and holds for tensor parallelism, too. The other prices are from these sources:
+    `pace`, the fraction of the network, and the sum of `step_launch` and `step_wait`, 0.06 s, are calibrated: they are
+    those with which `benchmarks.forecast` agrees best with the published runs that it lists as used for calibration.
+    All these runs, even those of two GPUs, have several ranks. What one rank needs of this sum, `step_launch`, is an
+    assumption; forecasts of one H100 that `make gpu` has measured are 2 % and 7 % too fast. `contention` is calibrated
+    with the runs of ZeRO-3, and holds for tensor parallelism, too. The other prices are from these sources:
 
         memory      0.85: what a triad reaches on an A100 (BabelStream's results, Deakin et al. 2018)
         link        0.78: bus bandwidth that NVIDIA's nccl-tests print for large all-reduces on an H100, 350 of 450 GB/s
