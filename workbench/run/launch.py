@@ -1,6 +1,7 @@
 """Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
 
 import ctypes
+import datetime
 import faulthandler
 import gc
 import hashlib
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("picotron")
 
 NUMBERS = "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # variables that torchrun sets
+TIMEOUT = datetime.timedelta(minutes=30)  # for a rank that waits for others; gloo's own
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
@@ -150,10 +152,13 @@ def init_process_group(
     # With a device, NCCL creates the communicators of all groups here and in `new_group`, where an error names its
     # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
     device_id = device if backend == "nccl" else None
-    members: dict[str, Any] = {}
+    # Of several communicators at once, NCCL then starts kernels in the order of their calls, without which ranks could
+    # wait for each other's. And ranks may compile a first step for longer than NCCL's 10 minutes.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    members: dict[str, Any] = {"timeout": TIMEOUT}
     if not is_launched():
         check_world_size(config.distributed, 1)
-        members = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        members |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

@@ -30,6 +30,10 @@ from workbench.run.launch import exit_on_error, is_launched, logger, set_log_lev
 
 GRACE_SECONDS = 30.0  # for the other ranks, after one has ended with a stop signal; torchrun waits as long
 POLL_SECONDS = 0.05
+ENDINGS = {  # of processes that a signal has ended
+    "SIGKILL": ", which the system does if memory runs out",
+    "SIGABRT": ", which NCCL does if a collective fails or other ranks do not come; its lines above say which",
+}
 CONNECT_TIME = timedelta(seconds=10)
 
 
@@ -154,8 +158,10 @@ def _wait(ranks: list[Any], stops: list[int]) -> int:
                 end = time.monotonic() + (GRACE_SECONDS if code > 128 else 0)
                 if code < 0 and -code not in STOP_SIGNALS:
                     name = signal.Signals(-code).name
-                    hint = ", which the system does if memory runs out" if name == "SIGKILL" else ""
-                    print_line(f"\n[rank {rank}] error: the process was ended by {name}{hint}", file=sys.stderr)
+                    print_line(
+                        f"\n[rank {rank}] error: the process was ended by {name}{ENDINGS.get(name, '')}",
+                        file=sys.stderr,
+                    )
         while stops:
             number = stops.pop()
             for rank in running.values():
