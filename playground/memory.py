@@ -56,7 +56,7 @@ class MemoryRequest:
         """The config, as `estimate` expects it; picotron's Config needs pydantic, which the browser lacks."""
         values = {key: value for key, value in vars(self).items() if key not in MODEL}
         layout = {key: value for key, value in values.items() if key.startswith(("tp_", "cp_", "pp_", "dp_"))}
-        layout |= {"use_cpu": False, "sequence_parallel": self.sequence_parallel}
+        layout |= {"ep_size": 1, "use_cpu": False, "sequence_parallel": self.sequence_parallel}
         schedule: dict[str, Any] = dict.fromkeys(("pp_group_size", "pp_layout", "pp_max_activations", "pp_recording"))
         schedule |= {"pp_chunks": self.pp_chunks or None if self.pp_size > 1 else None, "pp_keep_activations": 0}
         return SimpleNamespace(

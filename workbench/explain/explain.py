@@ -8,13 +8,15 @@ of ranks but only one process, with tensors on the meta device, which have shape
 that differs from others, the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and
 send the same amounts. (With ZeRO, the last slices of a buffer may have padding.)
 
-Only what does not happen on the meta device follows from formulas: activations (`estimate`) and times (`forecast`).
+Only what does not happen on the meta device follows from formulas: activations (`estimate`) and times (`forecast`). A
+router cannot choose there either: `route_evenly` gives all experts of a layer the same number of tokens.
 
 The step includes clipping, the optimizer and the reductions of its metrics. It does not include the other messages of a
-run: evaluations, checkpoints, and the check for stop signals.
+run: evaluations, checkpoints, the check for stop signals, and the load of experts.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections import Counter
@@ -23,27 +25,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.families import Differences, differences, part_parameters
 from picotron.model.placement import Index
 from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
+from picotron.pipeline_parallel.stages import Stage
 from workbench.console import print_line, text_table
 from workbench.explain.fake_group import FakeGroup, Message, fake_rank
 from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, fits, usable
 from workbench.explain.measure import find_hardware, on_hardware
-from workbench.explain.memory import GIB, Memory, bubble, rank_memory
+from workbench.explain.memory import GIB, Memory, bubble, count_parameters, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import ExecutorPlan, check_layout, make_train_step
 from workbench.run.metrics import global_mean, max_over_ranks
 from workbench.run.model_config import load_model_config
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.variants.choose import build_model, make_optimizer
+from workbench.variants.experts import Experts
 from workbench.variants.zero3 import DataParallelZero3
 
 META = torch.device("meta")
@@ -95,6 +100,19 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     )
 
 
+def route_evenly(model: nn.Module) -> None:
+    """Let the routers of a model choose all experts equally often, instead of those with the largest scores."""
+    for block in model.modules():
+        if isinstance(block, Experts):
+            vars(block)["route"] = functools.partial(choose_in_turn, block)
+
+
+def choose_in_turn(block: Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what `Experts.route` does, but choose the experts of tokens (N, D) in turn, in numbers that have memory."""
+    weights, _ = Experts.route(block, tokens)
+    return weights, torch.arange(weights.numel()).view(weights.shape) % block.number
+
+
 def run_rank(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Play a rank, and run its training step."""
     with fake_rank(rank, config.distributed):
@@ -105,6 +123,7 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Executor
     """Build the model of the rank that is played, and run its training step."""
     dtype = getattr(torch, config.model.dtype)
     model = build_model(config, model_config, plan.wrap, META, dtype, meta_weights)
+    route_evenly(model)
     length = config.training.seq_length
     tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
     data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
@@ -138,14 +157,14 @@ def run_stages(config: Config, model_config: PreTrainedConfig, plan: ExecutorPla
     training = config.training.model_copy(update={"compile": False})  # compilation does not change the messages
     config = config.model_copy(update={"training": training})
     per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
-    kinds = [kind_of_rank(plan, rank) for rank in range(plan.schedule.pp)]
+    kinds = [kind_of_rank(plan, rank, differences(model_config)) for rank in range(plan.schedule.pp)]
     for rank, kind in enumerate(kinds):
         if kind not in played:
             played[kind] = run_rank_briefly(rank * per_stage, config, model_config, plan)
     return [played[kind] for kind in kinds]
 
 
-def kind_of_rank(plan: ExecutorPlan, rank: int) -> tuple[Any, ...]:
+def kind_of_rank(plan: ExecutorPlan, rank: int, differs: Differences) -> tuple[Any, ...]:
     """Return what the step of a pp rank depends on: its stages and their neighbours, the number of its actions, and how
     many of them keep their activations.
     """
@@ -153,7 +172,11 @@ def kind_of_rank(plan: ExecutorPlan, rank: int) -> tuple[Any, ...]:
     order = {number: i for i, number in enumerate(stages)}
     sends = [[0 <= i + j < len(plan.stages) and schedule.rank_of(i + j) != rank for j in (-1, 1)] for i in stages]
     actions = Counter((part.kind, order[part.stage]) for action in schedule.programs[rank] for part in action.parts)
-    contents = [(len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages.values()]
+    dense = set(differs.experts.dense) if differs.experts else set[int]()
+    contents = [
+        (len(stage.layers), len(dense & set(stage.layers)), stage.has_embedding, stage.has_head)
+        for stage in stages.values()
+    ]
     kept = Counter(order[stage] for stage, _ in plan.kept_activations(rank))
     return tuple(contents), str(sends), frozenset(actions.items()), frozenset(kept.items())
 
@@ -190,6 +213,16 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
     sizes = f"dp {layout.dp_size} x pp {layout.pp_size} x cp {layout.cp_size} x tp {layout.tp_size}"
     micro_batches = config.training.gradient_accumulation_steps
     print_line(f"{sizes}, {layout.world_size} ranks; {micro_batches} micro-batches per step")
+    if experts := differences(model_config).experts:
+        whole = Stage(range(model_config.num_hidden_layers), True, True)
+        active, held = (
+            count_parameters(part_parameters(model_config, 1, each), model_config.tie_word_embeddings, [whole])
+            for each in (True, False)
+        )
+        print_line(
+            f"{experts.number} experts in a layer, split over {layout.ep_size} ep ranks; a token uses {experts.chosen} of them, and {active:,} of "
+            f"{held:,} parameters.\nAssumed is an even load: each expert computes as many rows as any other."
+        )
     memory = device.gib if gib is None and device is not None else gib
     for title, text in (
         ("The pp ranks of a pipeline", str(plan)),

@@ -5,7 +5,8 @@
         FakeGroup.messages      # number of each Message in which this rank took part
 
 No data are transferred: every message counts as arrived immediately. Tensors may be on the meta device, where they
-have shapes but no memory (torch's own "fake" backend has no point-to-point messages for them).
+have shapes but no memory (torch's own "fake" backend has no point-to-point messages for them). An all-to-all of tensors
+that have memory, such as numbers of rows for experts, copies: the other ranks send the same as this one.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from picotron.pipeline_parallel import pp_communications
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tp_communications
 from workbench.pipelines.executor import reverse_groups
+from workbench.variants.expert_parallel import expert_groups
 from workbench.variants.zero1 import start_gather_of_slices, start_reduce_to_slices
 
 AXES = ("dp", "pp", "cp", "tp", "cp_dp")
@@ -49,7 +51,7 @@ OPERATIONS = {  # methods of a process group; older versions of torch have the n
 
 
 class Message(NamedTuple):
-    axis: str  # one of AXES, "world", or "within pp" for a group inside of a pp group
+    axis: str  # one of AXES, "world", "ep" or "edp", or "within pp" for a group inside of a pp group
     ranks: int  # in the group
     operation: str
     shape: tuple[int, ...]  # of the full tensor: the result of an all-gather, the input of a reduce-scatter
@@ -83,7 +85,7 @@ def message(operation: str, arguments: Iterable[Any], group: dist.ProcessGroup, 
 def axis_of(group: dist.ProcessGroup) -> str:
     grid, ids = pgm.process_group_manager, set(dist.get_process_group_ranks(group))
     axes = {getattr(grid, f"{axis}_group"): axis for axis in AXES}
-    axes |= {dist.group.WORLD: "world"}
+    axes |= {dist.group.WORLD: "world"} | {each: axis for axis, each in expert_groups.get(grid, {}).items()}
     if grid in reverse_groups:
         axes[reverse_groups[grid]] = "pp"
     around = next((axis for axis in AXES if ids <= set(getattr(grid, f"{axis}_group_ids"))), "world")
@@ -120,6 +122,9 @@ class FakeGroup(dist.ProcessGroup):
 
     def count(self, operation: str, *arguments: Any) -> dist.Work:
         FakeGroup.messages[message(operation, arguments, self, sys._getframe(1))] += 1
+        if operation == "all-to-all" and not arguments[0].is_meta:
+            arrived, sent = (each.unflatten(0, (self.size(), -1)) for each in arguments[:2])
+            arrived.copy_(sent[self.rank()])
         return Arrived()
 
     def getBackendName(self) -> str:

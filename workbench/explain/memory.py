@@ -11,7 +11,8 @@ With optimizer_states "bfloat16_moments", the moments of a bfloat16 parameter ta
 master weight either.
 
 With dp_engine "zero1", the last two are divided by n, the number of dp ranks times that of cp ranks; with "zero3", all
-are. In a pipeline with "zero3", the full weights exist, too, from their first use in a step to its end.
+are. In a pipeline with "zero3", the full weights exist, too, from their first use in a step to its end. A rank holds
+1 / ep of the experts, of which ZeRO divides each by n / ep.
 
 Activations are the tensors that autograd saves in the forward of a micro-batch for its backward. In a layer of hidden
 size D, with H query heads and K key/value heads of size d, and intermediate size F, each of tp ranks saves these
@@ -41,6 +42,18 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
+With E experts in the place of an MLP, of which each token uses k, F is the sum of the sizes of these k. Assumed is an
+even load: each expert computes as many rows as any other. The block saves more, and torch.compile does not compile it:
+
+    operation                           saved tensors                                  numbers per token
+    b, gathered over tp                 b, if sequence parallelism split it            D instead of D / tp
+    weights = softmax(router(b))        probabilities, weights, their sum, wide        E + 2 k + 1
+    rows, sorted by expert              rows for gate and up                           k D
+    y = sum of weights * outputs        outputs                                        k D
+    orders of the rows                  experts and two orders, in 8 bytes             3 k, or with ep 5 k
+
+If only some layers have experts, the layer is the mean of all.
+
 With activation_checkpointing "selective", a layer does not save the results of its norms, a and b, nor what norms keep
 besides x, nor silu(gate) and h. With "full", it saves only x: D numbers, or D / tp with sequence parallelism. In a
 pipeline, some micro-batches save everything nevertheless, see `plan.kept_activations`.
@@ -52,7 +65,7 @@ input of the last norm and the gradient of its output, which the loss computes i
 A rank's activations are this sum times the number of micro-batches that the schedule has in flight, see
 `simulate.peak_activations`. Where a schedule splits backward into I and W, each layer keeps for W the inputs of all
 projections and the gradients of their outputs. These are 4 D + (2 H d + 2 K d + 3 F) / tp numbers per token, or with
-sequence parallelism 2 D less and 2 D / tp more.
+sequence parallelism 2 D less and 2 D / tp more. With experts, 2 k D + E numbers replace D of these.
 
 Temporary tensors add to the activations while a forward or a backward runs:
 
@@ -64,6 +77,8 @@ Temporary tensors add to the activations while a forward or a backward runs:
     backward of an MLP                  the gradients of x and of gate, up and h, less h, which is freed (but not in I):
                                         D + 2 F / tp per token; or if that is more, the gradients of x, h and
                                         down_proj's matrix: D + F / tp per token, and D F / tp
+    forward of experts, recomputed later x, b, rows and twice the outputs: 2 D + 3 k D per token
+    backward of experts                 the gradients of x and, in both orders, of the outputs: D + 2 k D per token
     zero3, the loss                     the weights of the last layer and of the head
     zero3, backward of an MLP           the weights of two layers and the gradients of one; and until they are reduced,
                                         in float32 or wider, the gradients of the layer after it, or if the stage has a
@@ -85,8 +100,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from picotron.console import UserError
-from picotron.model.families import differences, head_size, model_cost, part_parameters
+from picotron.model.families import differences, head_size, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan
@@ -112,7 +126,10 @@ class Sizes(NamedTuple):
     heads: int  # H / tp
     queries: int  # H d / tp
     kv: int  # K d / tp
-    F: int  # F / tp
+    F: int  # F / tp, of all experts that a token uses
+    rows: int  # k D, or 0 without experts
+    router: int  # bytes that a router saves per token
+    experts: int  # E, or 0
     vocabulary: int  # V / tp, padded
     normed: int  # numbers of queries and keys per token that a norm inside attention reads
     pre_norm: bool  # whether the norms of a layer normalise inputs of its products, not their outputs
@@ -126,16 +143,26 @@ def sizes(config: "Config", model: "PreTrainedConfig") -> Sizes:
     heads, kv_heads = model.num_attention_heads // layout.tp_size, max(1, model.num_key_value_heads // layout.tp_size)
     queries, kv = heads * head_size(model), kv_heads * head_size(model)
     norms = {None: 0, "head": heads + kv_heads, "all heads": 2}[differences(model).qk_norm]
+    F, rows, router, experts, wide = model.intermediate_size, 0, 0, differences(model).experts, max(4, number)
+    if experts:
+        E, k = experts.number, experts.chosen
+        dense = len(experts.dense) / model.num_hidden_layers
+        F = round(F * dense + k * experts.size * (1 - dense))
+        rows = round(k * model.hidden_size * (1 - dense))
+        router = round((wide * (E + 2 * k + 1) + 8 * k * (3 if layout.ep_size == 1 else 5)) * (1 - dense))
     return Sizes(
         number=number,
-        wide=max(4, number),
+        wide=wide,
         tokens=training.micro_batch_size * training.seq_length // layout.cp_size,
         D=model.hidden_size,
         shard=model.hidden_size // (layout.tp_size if layout.sequence_parallel else 1),
         heads=heads,
         queries=queries,
         kv=kv,
-        F=model.intermediate_size // layout.tp_size,
+        F=F // layout.tp_size,
+        rows=rows,
+        router=router,
+        experts=experts.number if experts else 0,
         vocabulary=-(-model.vocab_size // layout.tp_size),
         normed=queries + kv if norms else 0,
         pre_norm=not differences(model).norm_after,
@@ -192,7 +219,14 @@ def attention_bytes(config: "Config", s: Sizes) -> int:
 def layer_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves per micro-batch without activation checkpointing."""
     norms = 2 * (norm_bytes(config, s, s.shard) + s.shard * s.number) + norm_bytes(config, s, s.normed, s.norms)
-    return s.tokens * (norms + attention_bytes(config, s) + (4 - config.compiles) * s.F * s.number)
+    mlp = (4 - compiles_mlp(config, s)) * s.F * s.number
+    if s.experts:
+        mlp += (2 * s.rows + s.D - s.shard) * s.number + s.router
+    return s.tokens * (norms + attention_bytes(config, s) + mlp)
+
+
+def compiles_mlp(config: "Config", s: Sizes) -> bool:
+    return config.compiles and not s.experts
 
 
 def layer_saves(config: "Config", s: Sizes) -> int:
@@ -205,7 +239,8 @@ def layer_saves(config: "Config", s: Sizes) -> int:
 def cheap_bytes(config: "Config", s: Sizes) -> int:
     """Bytes that a layer saves less per micro-batch with activation_checkpointing "selective"."""
     norms = s.pre_norm * 2 * norm_bytes(config, s, s.shard)  # of which x remains, and which free their results
-    return s.tokens * (norms + (2 - config.compiles) * s.F * s.number)
+    norms -= (s.shard < s.D and s.experts > 0) * s.shard * s.number  # but not that which was gathered for experts
+    return s.tokens * (norms + (2 - compiles_mlp(config, s)) * s.F * s.number)
 
 
 def stage_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage) -> int:
@@ -230,7 +265,7 @@ def loss_chunk(config: "Config", s: Sizes) -> int:
 
 def zero3_bytes(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage) -> tuple[int, int]:
     """Bytes of full weights and gradients in the forward of a stage's head, and in the backward of its last layer."""
-    layer, _, head = part_parameters(model, config.distributed.tp_size)
+    layer, _, head = rank_parts(model, config.distributed.tp_size, config.distributed.ep_size)
     has_matrix = stage.has_head and not (model.tie_word_embeddings and stage.has_embedding)
     # In the backward of the last layer but one, the tensors that the last one saved are free.
     reduced = max(has_matrix * head * s.wide, layer * s.wide - layer_saves(config, s))
@@ -247,12 +282,16 @@ def temporary_in_forward(config: "Config", s: Sizes, stage: Stage) -> int:
     head = stage.has_head * (s.tokens * s.D * s.number + logits)
     if config.training.activation_checkpointing != "full" or not stage.layers:
         return head
-    return max(head, s.tokens * (4 * s.F + 2 * s.shard) * s.number - stage.has_head * head_bytes(config, s))
+    return max(
+        head, s.tokens * ((3 * s.rows or 4 * s.F) + 2 * s.shard) * s.number - stage.has_head * head_bytes(config, s)
+    )
 
 
 def deferred_bytes(s: Sizes, stage: Stage) -> int:
     """Bytes that a stage keeps per micro-batch between I and W."""
-    return len(stage.layers) * s.tokens * (2 * s.shard + 2 * s.D + 2 * s.queries + 2 * s.kv + 3 * s.F) * s.number
+    inputs, outputs = (s.D + s.rows, s.rows + s.experts) if s.experts else (s.shard, s.D)  # of an MLP's projections
+    each = s.shard + inputs + s.D + outputs + 2 * s.queries + 2 * s.kv + 3 * s.F
+    return len(stage.layers) * s.tokens * each * s.number
 
 
 def temporary_in_backward(config: "Config", model: "PreTrainedConfig", s: Sizes, stage: Stage, split: bool) -> int:
@@ -264,8 +303,8 @@ def temporary_in_backward(config: "Config", model: "PreTrainedConfig", s: Sizes,
     head_gradient = stage.has_head * s.vocabulary * s.D * s.number
     if not stage.layers:
         return head_gradient
-    mlp = s.F * (3 * s.tokens if split else max(2 * s.tokens, s.tokens + s.D)) + s.tokens * s.shard
-    layers = mlp * s.number - stage.has_head * head_bytes(config, s)
+    mlp = s.F * (3 * s.tokens if split else max(2 * s.tokens, s.tokens + s.D))
+    layers = ((2 * s.tokens * s.rows or mlp) + s.tokens * s.shard) * s.number - stage.has_head * head_bytes(config, s)
     if config.training.activation_checkpointing == "full":
         x = s.tokens * s.shard * s.number  # the part of a layer's tensors that is saved
         layers += layer_bytes(config, s) - x
@@ -279,9 +318,14 @@ def temporary_in_backward(config: "Config", model: "PreTrainedConfig", s: Sizes,
     return max(head_gradient, layers)
 
 
-def rank_parameters(config: "Config", model: "PreTrainedConfig", stages: Sequence[Stage]) -> int:
-    """Number of parameters on a rank that holds these stages."""
-    return count_parameters(part_parameters(model, config.distributed.tp_size), model.tie_word_embeddings, stages)
+def rank_parts(model: "PreTrainedConfig", tp_size: int, ep_size: int) -> tuple[int, int, int]:
+    """Return the parts of `part_parameters` on a rank, which holds 1 / ep of the experts."""
+    layer, embedding, head = part_parameters(model, tp_size)
+    if experts := differences(model).experts:
+        mixtures = 1 - len(experts.dense) / model.num_hidden_layers
+        elsewhere = experts.number - experts.number // ep_size
+        layer -= round(3 * model.hidden_size * experts.size // tp_size * elsewhere * mixtures)
+    return layer, embedding, head
 
 
 def count_parameters(parts: tuple[int, int, int], tied: bool, stages: Sequence[Stage]) -> int:
@@ -293,13 +337,17 @@ def count_parameters(parts: tuple[int, int, int], tied: bool, stages: Sequence[S
     return parameters + has_embedding * embedding + has_head * head - shared * embedding
 
 
-def state_bytes(config: "Config", s: Sizes, parameters: int) -> tuple[int, int, int]:
-    """Bytes of the weights, gradients and optimizer state of a rank with this number of parameters."""
+def state_bytes(config: "Config", s: Sizes, parameters: int, shared: int | None = None) -> tuple[int, int, int]:
+    """Bytes of the weights, gradients and optimizer state of a rank with this number of parameters.
+
+    Args:
+        shared: number of parameters that the cp_dp ranks hold together: with ep, more than one of them does.
+    """
     layout, states = config.distributed, config.training.optimizer_states
     master = s.wide if s.number < s.wide and states != "bfloat16" else 0
     optimizer = 2 * (s.wide if states == "float32" else s.number) + master
     ranks, engine = layout.dp_size * layout.cp_size, layout.dp_engine
-    slices = parameters if engine not in ("zero1", "zero3") else -(-parameters // ranks)
+    slices = parameters if engine not in ("zero1", "zero3") else -(-(shared or parameters) // ranks)
     held = slices if engine == "zero3" else parameters
     return held * s.number, held * s.wide, slices * optimizer
 
@@ -337,23 +385,19 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Schedule
 
 
 def rank_memory(config: "Config", model: "PreTrainedConfig", plan: SchedulePlan) -> list[Memory]:
-    """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount.
-
-    Raises:
-        UserError: the model has experts, whose activations depend on what the router chooses.
+    """Return the memory of each pp rank. All tp, cp and dp ranks of a pp rank need the same amount, if all experts have
+    as many tokens.
     """
-    if differences(model).experts:
-        cost = model_cost(model, config.training.seq_length)
-        raise UserError(
-            f"model_type={model.model_type!r} has experts, for whose activations and messages there is no estimate; known are its "
-            f"{cost.parameters:,} parameters and {cost.flops:,} FLOPs per token"
-        )
     s, memories, layout = sizes(config, model), [], config.distributed
     zero3, by_executor = layout.dp_engine == "zero3", config.needs_workbench
+    parts = {ep: rank_parts(model, layout.tp_size, ep) for ep in (layout.ep_size, 1)}
     messages = by_executor * 4 * s.tokens * s.shard * s.number
     for rank in range(plan.schedule.pp):
-        parameters = rank_parameters(config, model, list(plan.stages_of(rank).values()))
-        weights, gradients, optimizer = state_bytes(config, s, parameters)
+        stages = list(plan.stages_of(rank).values())
+        parameters, shared = (
+            count_parameters(parts[ep], model.tie_word_embeddings, stages) for ep in (layout.ep_size, 1)
+        )
+        weights, gradients, optimizer = state_bytes(config, s, parameters, shared)
         activations, with_temporary = activation_peaks(config, model, plan, rank)
         memories.append(
             Memory(

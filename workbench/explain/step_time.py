@@ -39,7 +39,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from picotron.config import Config
-from picotron.model.families import model_cost, part_parameters
+from picotron.console import UserError
+from picotron.model.families import differences, model_cost, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware
 from workbench.explain.memory import count_parameters, loss_chunk, sizes
@@ -107,9 +108,16 @@ class Clock:
 
     Args:
         kept: the fraction of the forwards that keep their activations.
+
+    Raises:
+        UserError: the model has experts.
     """
 
     def __init__(self, config: Config, model: "PreTrainedConfig", hardware: Hardware, kept: float = 0.0) -> None:
+        if differences(model).experts:
+            raise UserError(
+                f"model_type={model.model_type!r} has experts, for whose time there is no forecast; leave out --hardware and --best"
+            )
         self.config, self.model, self.layout = config, model, config.distributed
         self.hardware = hardware.in_step(self.layout.world_size)
         self.s, self.dtype, self.kept = sizes(config, model), config.model.dtype, kept

@@ -11,7 +11,9 @@ in each `ep` group, are its `edp` group, over which its gradient is averaged, an
 """
 
 import functools
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,11 @@ from torch import Tensor, nn
 from picotron import process_group_manager as pgm
 from picotron.model.llama import Llama
 from picotron.model.placement import place
-from picotron.process_group_manager import new_groups
+from picotron.process_group_manager import ProcessGroupManager, new_groups
 from workbench.variants.experts import Experts, Permute, run_experts
+
+Groups = dict[str, dist.ProcessGroup | None]  # by their names, "ep" and "edp"
+expert_groups: MutableMapping[ProcessGroupManager, Groups] = WeakKeyDictionary()
 
 
 class Exchange(torch.autograd.Function):
@@ -48,7 +53,7 @@ def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: An
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # a GPU is waited for once
     arrived = Exchange.apply(rows, sent, received, group)
-    expert = torch.arange(arriving.size(1), device=rows.device).repeat(len(arriving))
+    expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
     order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
     inverse = order.argsort()
     outputs = run_experts(experts, Permute.apply(arrived, order, inverse), arriving.sum(0))
@@ -63,6 +68,7 @@ def keep_experts(model: Llama, ep_size: int) -> None:
     groups = cp_dp.unflatten(2, (-1, ep_size)).flatten(0, 1)  # (rows, ep groups of a row, ep_size)
     ep_group = new_groups(groups.flatten(0, 1).tolist())
     edp_group = new_groups(groups.transpose(1, 2).flatten(0, 1).tolist())
+    expert_groups[grid] = {"ep": ep_group, "edp": edp_group}
     for block in (module for module in model.modules() if isinstance(module, Experts)):
         held = block.number // ep_size
         first = grid.cp_dp_rank % ep_size * held

@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import train
+from conformance.models import small_config
 from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.training import CPU, layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
-from workbench.explain.explain import Step, run_stages, run_step
+from workbench.explain.explain import Step, route_evenly, run_stages, run_step
 from workbench.explain.fake_group import Message, message
 from workbench.pipelines.engine import plan_pipeline
 
@@ -62,6 +63,7 @@ class Watch(TorchDispatchMode):
 def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     """Run one real step. Returns the pp rank of this process and its step."""
     model = wrapped(config, model_config)
+    route_evenly(model)
     loader = MicroBatchDataLoader(random_rows(config), config, CPU)
     with Watch() as watch:
         step = run_step(model, loader, config, step_of(config, model_config))
@@ -89,6 +91,21 @@ def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> 
         assert step == expected[pp_rank]
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_moe", {"dp_size": 2, "cp_size": 2, "ep_size": 4}),
+        ("olmoe", {"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}),
+        ("olmoe", {"dp_size": 2, "ep_size": 2, "tp_size": 2, "sequence_parallel": True}),
+    ],
+)
+def test_explain_equals_a_real_run_with_experts(pool: WorkerPool, family: str, layout: dict[str, Any]) -> None:
+    config, model_config = config_of(2, **layout), small_config(family)
+    (expected,) = explained(config, model_config)
+    for _, step in pool.run(really, 4, config, model_config):
+        assert step == expected
+
+
 # ------------------------------------------------------------------------------------------------------------- formulas
 
 
@@ -99,6 +116,16 @@ def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> 
         for each, times in step.messages.items()
         if each.axis == axis and all(getattr(each, name) == field for name, field in fields.items())
     )
+
+
+@pytest.mark.parametrize("layout", [{"dp_size": 4, "ep_size": 2}, {"dp_size": 2, "cp_size": 2, "ep_size": 4}], ids=str)
+def test_all_to_alls_send_each_row_four_times(layout: dict[str, Any]) -> None:
+    """docs/expert_parallel.md: 8 k N D bytes per layer and micro-batch in bfloat16, for large ep."""
+    config, model_config = config_of(3, **layout, model__dtype="bfloat16"), small_config("qwen3_moe")
+    (step,) = explained(config, model_config)
+    k, N, ep = model_config.num_experts_per_tok, B * T // layout.get("cp_size", 1), layout["ep_size"]
+    expected = LAYERS * 3 * 8 * k * N * D * (ep - 1) // ep
+    assert total(step, "ep", lambda each: each.sent, dtype=torch.bfloat16) == expected
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -17,7 +17,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
 from picotron.process_group_manager import setup_process_group_manager
-from workbench.explain.explain import bytes_held
+from workbench.explain.explain import bytes_held, route_evenly
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
 from workbench.variants.choose import build_model, make_optimizer
@@ -103,6 +103,7 @@ def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     model = build_model(
         config, model_config, plan.wrap, CPU, dtype, initial_weights(model_config, config.training.seed)
     )
+    route_evenly(model)
     parameters = list(model.parameters())
     optimizer = make_optimizer(model, config)
     step = make_train_step(config, plan, CPU, dtype)
@@ -140,6 +141,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config,
     ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
     ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16", "training__optimizer_states": "bfloat16"}, {}),
+    ({"distributed__dp_size": 2, "distributed__ep_size": 2, "model__dtype": "bfloat16"}, {"family": "mixtral"}),
+    ({"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": "zero3"}, {"family": "qwen3_moe"}),
+    ({"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {"family": "qwen3_moe"}),
+    ({"distributed__tp_size": 2, "distributed__sequence_parallel": True, "training__activation_checkpointing": "selective"}, {"family": "olmoe"}),
+    ({"training__activation_checkpointing": "full"}, {"family": "olmoe"}),
+    ({"distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {"family": "mixtral"}),
+    ({"distributed__pp_size": 2, "distributed__dp_size": 2, "distributed__ep_size": 2, "distributed__pp_engine": "1f1b"}, {"family": "qwen3_moe", "decoder_sparse_step": 2}),
 ]  # fmt: skip
 
 
