@@ -8,8 +8,9 @@ Every flag accepts several values. Each combination of values becomes a config, 
 that vary. Combinations that train.py would reject are left out, with the reason. Nothing is ever deleted.
 
 --world_size N writes a config for each layout whose product dp x pp x cp x tp is N. Without --dp, --pp, --cp and --tp,
-these are all layouts of N processes. If some of the four are given, the others keep their sizes from the base config,
-except dp, which becomes N / (pp x cp x tp).
+these are all layouts of N processes; for a model with experts, and without --ep, each of them with all values of ep
+that divide dp x cp and the number of experts. If some of the four are given, the others keep their sizes from the base
+config, except dp, which becomes N / (pp x cp x tp).
 
 --global_batch_size G, in sequences per step, sets gradient_accumulation_steps to G / (dp x mbs).
 
@@ -46,6 +47,7 @@ from workbench.run.config_reader import leaf_keys, read_config, read_value, type
 from workbench.run.model_config import load_model_config
 from workbench.run.run_folder import new_archive_folder
 from workbench.sweep.combinations import (
+    AXES,
     FLAGS,
     GLOBAL_BATCH,
     Choices,
@@ -56,7 +58,7 @@ from workbench.sweep.combinations import (
     short_name,
 )
 from workbench.sweep.jobs import ACTIVE, Job
-from workbench.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits
+from workbench.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits, with_ep_sizes
 from workbench.sweep.planner import best_configs
 
 TEMPLATE = "template/base_config.json"
@@ -275,6 +277,8 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         choices = for_hardware(hardware, choices, options.config is None)
     if options.best is None:
         chosen = combinations(choices, options.world_size, base)
+        if options.world_size is not None and not choices.keys() & {*AXES.values(), FLAGS["ep"]}:
+            chosen = list(with_ep_sizes(base, chosen))
     else:
         assert hardware is not None
         chosen = find_best(options, choices, base, hardware)

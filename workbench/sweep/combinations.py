@@ -16,6 +16,7 @@ AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
 GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps
 # Short flags of some keys. Folder names use them, in this order; all other keys follow.
 FLAGS = AXES | {
+    "ep": "distributed.ep_size",
     "pp_engine": "distributed.pp_engine",
     "mbs": "training.micro_batch_size",
     "grad_acc_steps": "training.gradient_accumulation_steps",

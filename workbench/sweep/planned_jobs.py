@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from picotron.config import Config, Logging, Schedule
 from picotron.config import Model as ModelSection
 from picotron.console import UserError
+from picotron.model.families import differences
 from workbench.console import text_table
 from workbench.explain.hardware import USABLE, Hardware, fits
 from workbench.explain.measure import on_hardware
@@ -24,7 +26,7 @@ from workbench.pipelines.plan import SchedulePlan
 from workbench.run.config_reader import override, parse_config
 from workbench.run.model_config import load_model_config
 from workbench.schedules.schedules import SCHEDULES
-from workbench.sweep.combinations import FLAGS, GLOBAL_BATCH, Combination, canonical_json
+from workbench.sweep.combinations import AXES, FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from workbench.sweep.jobs import Job
 
 NEED_MORE = ("afab", "looped_bfs", "dualpipev")  # more memory than 1f1b, interleaved_1f1b and zbv, and no less time
@@ -87,6 +89,24 @@ def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[st
     if GLOBAL_BATCH in combination:
         override(data, FLAGS["grad_acc_steps"], accumulation_steps(combination[GLOBAL_BATCH], parse_config(data)))
     return data, parse_config(data)
+
+
+def with_ep_sizes(base: dict[str, Any], chosen: Sequence[Combination]) -> Iterator[Combination]:
+    """Yield each combination of a model with experts with all values of ep_size that divide the experts and dp x cp."""
+    for combination in chosen:
+        experts, ranks = None, 1
+        try:
+            _, config = make_config(base, combination)
+            model, ranks = load_cached(config.model), config.distributed.dp_size * config.distributed.cp_size
+            experts = None if isinstance(model, UserError) else differences(model).experts
+        except UserError:  # which `plan_job` reports
+            pass
+        if experts is None:
+            yield combination
+        else:
+            shared = math.gcd(experts.number, ranks)
+            axes = {key: combination[key] for key in AXES.values()}
+            yield from (axes | {FLAGS["ep"]: n} | combination for n in range(1, shared + 1) if shared % n == 0)
 
 
 def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
