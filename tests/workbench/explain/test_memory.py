@@ -3,12 +3,16 @@
 from collections import Counter
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from conformance.models import small_config
 from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
@@ -164,6 +168,52 @@ def test_estimated_memory_matches_measured_bytes(
         for field in ("parameters", "weights", "gradients", "optimizer"):
             assert getattr(estimate, field) == pytest.approx(measured[field], rel=padding, abs=0), field
         assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counter of the peak of all tensors that operations create.
+
+    Args:
+        held: tensors that do not count, even if operations return views of them.
+    """
+
+    def __init__(self, held: list[Tensor]) -> None:
+        super().__init__()
+        self.held = {tensor.untyped_storage()._cdata for tensor in held}
+        self.storages = WeakValueDictionary[int, torch.UntypedStorage]()
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.held:
+                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages.values()))
+        return results
+
+
+def peak_of_step(config: Config, model_config: LlamaConfig) -> int:
+    setup_process_group_manager(1, 1, 1, 1)
+    plan, weights = plan_pipeline(config, model_config), initial_weights(model_config, config.training.seed)
+    model = build_model(config, model_config, plan.wrap, CPU, torch.float32, weights)
+    route_evenly(model)
+    step = make_train_step(config, plan, CPU, torch.float32)
+    loader = MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU)
+    with LiveBytes([*model.parameters(), *model.gradient_buffers()]) as live:
+        step(model, loader)
+    return live.peak
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "olmoe"])
+def test_estimated_peak_matches_all_tensors_of_a_step(pool: WorkerPool, family: str, kind: str) -> None:
+    config = make_config(training__seq_length=512, training__activation_checkpointing=kind, model__dtype="float32")
+    model = small_config(
+        family, **MODEL | {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    )
+    (estimate,) = rank_memory(config, model, check_layout(config, model))
+    (peak,) = pool.run(peak_of_step, 1, config, model)
+    assert estimate.activations + estimate.temporary == pytest.approx(peak, rel=0.06)
 
 
 MEASURED = {  # GB that torch has allocated on an H100 at the peak of a step, see docs/reference/gpu.md
