@@ -220,8 +220,9 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
             for each in (True, False)
         )
         print_line(
-            f"{experts.number} experts in a layer, split over {layout.ep_size} ep ranks; a token uses {experts.chosen} of them, and {active:,} of "
-            f"{held:,} parameters.\nAssumed is an even load: each expert computes as many rows as any other."
+            f"{experts.number} experts in a layer: a rank holds {experts.number // layout.ep_size}, and a token uses {experts.chosen}, so "
+            f"{active:,} of {held:,} parameters\n"
+            "Assumed is an even load: each expert computes as many rows as any other."
         )
     memory = device.gib if gib is None and device is not None else gib
     for title, text in (
