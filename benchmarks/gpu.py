@@ -22,12 +22,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.one_gpu import LAYOUTS
 from benchmarks.side_by_side import DifferentResults, gather, machine, peak_memory_mib, print_markdown
 from benchmarks.workload import ON_GPU, TINY, add_tiny, model_config, picotron_step, run_config
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import plan_pipeline
 
-PARTS = ("programs", "numbers", "speed", "trace", "memory", "layouts")
+PARTS = ("programs", "numbers", "shared", "speed", "trace", "memory", "layouts")
 TRACE = Path("runs/gpu/trace.json.gz")
 COMPILES = (True, False) if ON_GPU else (False,)
 Command = tuple[str, list[str], float]  # name, arguments of Python, limit in seconds
@@ -46,6 +47,10 @@ def commands(part: str, folder: str) -> Iterator[Command]:
         yield "train.py, 20 steps", [*train, "20"], 90
         yield "train.py, resumed for 5 steps", [*train, "25", "--checkpoint.load_path", "latest"], 60
         yield "generate.py", ["generate.py", "--checkpoint", folder, "--prompt", "def f(x):"], 60
+    elif part == "shared":  # of one GPU by several ranks; the layouts with most axes first
+        narrow = ["--dtype", "bfloat16", *["--compile"] * ON_GPU]
+        for name, *options in (*([name] for name in LAYOUTS), *([name, *narrow] for name in list(LAYOUTS)[:2])):
+            yield " ".join([name, *options]), ["-m", "benchmarks.one_gpu", name, *options], 90
     elif part == "layouts":  # two processes, so two GPUs
         for name in ("dp", "zero1", "zero3", "tp", "cp"):
             yield name, ["-m", "benchmarks.training", name, *["--tiny"] * TINY], 240
@@ -162,7 +167,7 @@ def memory() -> None:
 def main(arguments: list[str]) -> int:
     """Run the commands. Returns 0 if all succeed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts [all; layouts with two GPUs only]")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts [all that fit the machine]")
     parser.add_argument("--run", choices=("numbers", "trace", "memory"), help=argparse.SUPPRESS)
     add_tiny(parser)
     options = parser.parse_args(arguments)
@@ -173,7 +178,9 @@ def main(arguments: list[str]) -> int:
         {"numbers": numbers, "trace": lambda: gather(trace, 1), "memory": memory}[options.run]()
         return 0
     print(machine(), flush=True)
-    parts = options.only or PARTS[: len(PARTS) - (torch.cuda.device_count() < 2)]
+    shares = not ON_GPU or torch.cuda.nccl.version() >= (2, 30)
+    fits = {"shared": shares, "layouts": torch.cuda.device_count() > 1}
+    parts = options.only or [part for part in PARTS if fits.get(part, True)]
     with tempfile.TemporaryDirectory() as folder:
         done = {name: run(name, *rest) for part in parts for name, *rest in commands(part, f"{folder}/run")}
     failed = [name for name, good in done.items() if not good]
