@@ -28,7 +28,7 @@ from benchmarks.workload import ON_GPU, TINY, add_tiny, model_config, picotron_s
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import plan_pipeline
 
-PARTS = ("programs", "numbers", "shared", "speed", "trace", "memory", "layouts")
+PARTS = ("programs", "numbers", "kernels", "shared", "speed", "trace", "memory", "layouts")
 TRACE = Path("runs/gpu/trace.json.gz")
 COMPILES = (True, False) if ON_GPU else (False,)
 Command = tuple[str, list[str], float]  # name, arguments of Python, limit in seconds
@@ -47,6 +47,8 @@ def commands(part: str, folder: str) -> Iterator[Command]:
         yield "train.py, 20 steps", [*train, "20"], 90
         yield "train.py, resumed for 5 steps", [*train, "25", "--checkpoint.load_path", "latest"], 60
         yield "generate.py", ["generate.py", "--checkpoint", folder, "--prompt", "def f(x):"], 60
+    elif part == "kernels":
+        yield part, ["-m", "benchmarks.cp_kernels", *["--tiny"] * TINY], 60
     elif part == "shared":  # of one GPU by several ranks; the layouts with most axes first
         narrow = ["--dtype", "bfloat16", *["--compile"] * ON_GPU]
         for name, *options in (*([name] for name in LAYOUTS), *([name, *narrow] for name in list(LAYOUTS)[:2])):

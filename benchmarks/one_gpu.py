@@ -2,9 +2,9 @@
 
     python -m benchmarks.one_gpu "pp2 tp2 sp" --dtype bfloat16 --compile
 
-NCCL lets ranks share a GPU from version 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE, experimental). This shows that the numbers
-are right with real communicators, streams and handles, and twice the same to the last bit, which they are not if a buffer
-is used again too early. It shows nothing about speed: the ranks take turns.
+NCCL lets ranks share a GPU from version 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE, experimental). This shows that the
+numbers are right with real communicators, streams and handles, and twice the same to the last bit, which they are not
+if a buffer is used again too early. It shows nothing about speed: the ranks take turns.
 """
 
 import argparse
@@ -97,7 +97,9 @@ def main() -> None:
             losses(each, Path(folder, str(i)), options.dtype, options.compile)
             for i, each in enumerate((alone, layout, layout))
         )
-    worst = max(abs(a / b - 1) for ours, theirs in zip(found[0], one, strict=True) for a, b in zip(ours, theirs))
+    worst = max(
+        abs(a / b - 1) for ours, theirs in zip(found[0], one, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
     again = "twice the same" if found[0] == found[1] else f"TWO RUNS DIFFER: {found}"
     print_line(f"{options.layout}: largest difference from one rank {worst:.1e}, {again}")
     if worst > LIMITS[options.dtype] or found[0] != found[1]:
