@@ -71,7 +71,7 @@ def kernel(prefers_cudnn: bool | None) -> contextlib.AbstractContextManager[obje
     """Return a context in which cuDNN's kernel is used, or is not; None: as the trainer chooses."""
     if prefers_cudnn is None:
         return contextlib.nullcontext()
-    return mock.patch.object(block_attention, "prefers_cudnn", lambda *_: prefers_cudnn)
+    return mock.patch.object(block_attention, "prefers_cudnn", return_value=prefers_cudnn)
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gpu
 
 PROGRAMS = sorted(path.stem for path in Path("benchmarks").glob("*.py") if "__main__" in path.read_text())
-ARGUMENTS = {"forecast": []}
+ARGUMENTS = {"forecast": [], "one_gpu": ["pp2 1f1b"]}
 
 
 @pytest.mark.processes
