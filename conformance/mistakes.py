@@ -457,7 +457,7 @@ MISTAKES: dict[str, Mistake] = {
         ("tests/workbench/sweep/test_planner.py",),
     ),
     "estimate_forgets_an_input": Mistake(
-        "workbench/explain/memory.py", "norms + (2 - config.compiles)", "norms + (1 - config.compiles)", ("tests/workbench/explain/test_memory.py",)
+        "workbench/explain/memory.py", "norms + (2 - compiles_mlp(config, s))", "norms + (1 - compiles_mlp(config, s))", ("tests/workbench/explain/test_memory.py",)
     ),
     "half_an_all_reduce": Mistake(
         "workbench/explain/step_time.py", "self.collective(\"dp\", 2 * s.wide * once", "self.collective(\"dp\", s.wide * once",
