@@ -76,6 +76,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch skips the first update
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_every_layout_trains_as_torch_with_its_grad_scaler(
     pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: dict[str, Any]
