@@ -211,7 +211,8 @@ def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str
             continue
         if fits(max(each.total for each in memory) / GIB, gib):
             ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
-            return "it fits with " + " and ".join(f"{k} {v}" for k, v in (layout | training).items()) + ranks
+            flags = (f"--{name}.{key} {value}" for name, keys in sections.items() for key, value in keys.items())
+            return f"it fits with {' '.join(flags)}{ranks}"
     return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"
 
 
