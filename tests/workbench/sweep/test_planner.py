@@ -117,5 +117,7 @@ def test_if_nothing_fits_the_smallest_change_is_named() -> None:
     [(_, config)] = [each for each in of_ranks(1, 1, num_hidden_layers=8, num_attention_heads=32)
                      if each[1].training.activation_checkpointing == "none" and each[1].training.micro_batch_size == 1]  # fmt: skip
     needs = [memory.total / GIB for memory in rank_memory(config, SMALL, plan_pipeline(config, SMALL))]
-    assert what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with --training.activation_checkpointing selective"
+    assert (
+        what_fits(config, SMALL, needs[0] / 0.92 - 0.1) == "it fits with --training.activation_checkpointing selective"
+    )
     assert "ranks" in what_fits(config, SMALL, needs[0] / 4)
