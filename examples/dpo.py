@@ -1,7 +1,7 @@
 """Train on preferences:  python -m examples.dpo --model.name DIR --dataset.name pairs.jsonl
 
 Each line of the file has a "prompt" and two answers, "chosen" and "rejected": three texts, or three lists of messages
-for the tokenizer's chat template; OpenAI's format, with "preferred_output", is read, too. Direct Preference
+for the tokenizer's chat template; OpenAI's format, with "preferred_output", is also read. Direct Preference
 Optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) makes the chosen answer likelier than the rejected one,
 compared with a reference: the model in DIR, where training begins.
 

@@ -183,7 +183,8 @@ def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
             f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
             f"false"
         ) from None
-    mode, folder = settings.mode, settings.root_dir or config.checkpoint.save_dir
+    given = settings.root_dir if "root_dir" in settings.model_fields_set else ""  # otherwise the current folder
+    mode, folder = settings.mode, given or config.checkpoint.save_dir
     arguments: dict[str, Any] = {
         "project": config.logging.project_name or settings.project or "picotron",
         "name": config.logging.run_name,

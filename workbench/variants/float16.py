@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from picotron.console import UserError
 from picotron.model.cross_entropy import ChunkLoss, VocabularyShard
@@ -61,9 +61,17 @@ class Float16AdamW(AdamW):
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
-        self.loss_scale = LossScale()
+        self.loss_scale, self.is_divided = LossScale(), False  # whether the gradients are divided by the scale
         if (head := unwrap(model).lm_head) is not None:
             head.compute_chunk = scaled(head.compute_chunk, self.loss_scale)
+
+    def update(self, parameters: list[nn.Parameter]) -> None:
+        if not self.is_divided:
+            raise UserError(
+                "gradients in float16 are multiplied by a loss scale; call update_weights of workbench.variants.choose "
+                "instead of clip_grad_norm and step"
+            )
+        super().update(parameters)
 
 
 def scaled(compute_chunk: ChunkLoss, scale: LossScale) -> ChunkLoss:
@@ -89,7 +97,9 @@ def update_weights(model: Any, optimizer: Float16AdamW, max_norm: float | None) 
     if is_finite:
         clip = 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_gradients(model, clip / scale.value)
+        optimizer.is_divided = True
         optimizer.step()
+        optimizer.is_divided = False
     optimizer.zero_grad()
     scale.update(is_finite)
     return norm if is_finite else torch.zeros_like(norm)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -222,7 +224,9 @@ def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str,
 
     fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     fake.login, fake.init = lambda prompt, verify: login != "none", init
-    own = types.SimpleNamespace(mode="online", project="theirs", root_dir="/their/folder")
+    own = types.SimpleNamespace(
+        mode="online", project="theirs", root_dir="/their/folder", model_fields_set={"project", "root_dir"}
+    )
     fake.setup = lambda: types.SimpleNamespace(settings=own)
     sys.modules["wandb"] = fake
     try:
@@ -242,6 +246,20 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
     assert (first["project"], first["dir"]) == ("theirs", "/their/folder")  # as WANDB_PROJECT and WANDB_DIR say
     assert first["settings"] == {"init_timeout": 20, "disable_git": True}
     assert second == {"logged": []}  # only rank 0 logs to wandb
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variable", [None, "theirs"])
+def test_wandb_itself_records_in_the_folder_of_the_run_or_of_its_variable(tmp_path: Path, variable: str | None) -> None:
+    """Its settings have a default of their own, the current folder."""
+    command = [sys.executable, "train.py", "--config", "docs/small.json", "--logging.use_wandb", "true"]
+    command += ["--training.total_train_steps", "1", "--checkpoint.save_dir", str(tmp_path / "run")]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"WANDB_MODE": "offline"} | ({"WANDB_DIR": str(tmp_path / variable)} if variable else {})
+    (tmp_path / "theirs").mkdir()
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    assert (tmp_path / "run/wandb").exists() is (variable is None)
+    assert (tmp_path / "theirs/wandb").exists() is (variable is not None)
 
 
 def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -> None:

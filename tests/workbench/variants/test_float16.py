@@ -10,13 +10,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from conformance.oracle import our_model, random_tokens, relative_error, tiny_llama, torch_adamw
-from conformance.training import layout_name
+from conformance.training import layout_name, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.optimizer import learning_rate_factor
 from tests.support.checkpoints import BATCH, run_config, train
 from workbench.run.checkpoint.checkpoint import read_state
+from workbench.variants.choose import make_optimizer
 from workbench.variants.float16 import LossScale
 
 STEPS, START, INTERVAL = 45, 2.0**23, 12  # gradients overflow with this scale, and again when it has grown
@@ -111,6 +112,15 @@ def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tokenizer: Path,
         with_scale, 2, config_of(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", **keys), tokenizer
     )[0]
     assert first["losses"] + second["losses"] == whole["losses"]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_step_without_the_loss_scale_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {})
+    model = wrapped(config, tiny_llama(), torch.float16)
+    optimizer = make_optimizer(model, config)
+    with pytest.raises(UserError, match=r"call update_weights of workbench\.variants\.choose"):
+        optimizer.step()
 
 
 def test_a_run_whose_gradients_always_overflow_ends_with_a_sentence() -> None:
