@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from conformance.case import Batch, Case
 from conformance.compare import relative_error
 from conformance.experts import named_as
-from conformance.models import EXACT_EXPERTS, with_exact_norms
+from conformance.models import EXACT_EXPERTS, biases, move_biases, with_exact_norms
 from conformance.models import small_config as tiny_llama
 from conformance.reference import adamw, train
 from picotron.config import Config, Distributed, Training
@@ -122,10 +122,14 @@ def oracle_training(
     ])  # fmt: skip
 
     def batch_of(step: int) -> Batch:
+        if step:
+            move_biases(model, training.router_bias_rate)
         rows = windows[step * batch : (step + 1) * batch]
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 
     found = train(model, case_of(training), batch_of)
+    move_biases(model, training.router_bias_rate)
+    found.weights |= biases(model)
     names = list(our_model(model_config).state_dict())
     numbers = {name: getattr(found, name) for name in ("losses", "grad_norms")}
     return numbers | {"weights": named_as(names, found.weights), "gradients": named_as(names, found.gradients[0])}

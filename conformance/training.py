@@ -159,6 +159,7 @@ def train_steps(
         losses.append(loss.item())
         norms.append(update_weights(model, optimizer, config.training.max_grad_norm).item())
         scheduler.step()
+        vars(llama).get("after_step", dict)()
         progress = progress.after_step(config)
         if writer:
             writer.check()

@@ -63,6 +63,8 @@ def draw_case(seed: int, number: int) -> Case:
             config |= {"training.eval_frequency": 1, "training.eval_steps": dice.randint(1, 2)}
     if kind == "text":
         config["dataset.mask_documents"] = dice.random() < 0.5
+        if model["family"] == "dots1" and not config["dataset.mask_documents"]:  # the reference pads documents
+            config["training.router_bias_rate"] = experts.choice((0.0, 0.1))
     if kind in ("samples", "conversations"):
         config["dataset.long_samples"] = "cut" if length < 60 else dice.choice(("cut", "drop"))
         if dice.random() < 0.3:

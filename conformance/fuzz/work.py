@@ -160,6 +160,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
                 result["gradients"] = all_stages(llama, "main_grad")
             result["norms"].append(clip_grad_norm(model, training.max_grad_norm).item())
             optimizer.step()
+            vars(llama).get("after_step", dict)()
             scheduler.step()
             optimizer.zero_grad()
             progress = progress.after_step(config)

@@ -55,7 +55,7 @@ def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: 
         lambda: check_window(model_config, length, f"training.seq_length={length}"),
         lambda: check_context_parallel(model_config, layout),
         lambda: check_float8(config, model_config),
-        lambda: check_experts(model_config, layout),
+        lambda: check_experts(model_config, layout, config.training.router_bias_rate),
         lambda: plan_pipeline(config, model_config),
     )
 
@@ -89,13 +89,20 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
-def check_experts(config: PreTrainedConfig, layout: Distributed) -> None:
-    """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks."""
+def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: float = 0.0) -> None:
+    """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks, or if routers
+    have no bias for a rate.
+    """
     experts, ep = differences(config).experts, layout.ep_size
     if ep > 1 and (experts is None or experts.number % ep):
         number = experts.number if experts else 0
         remedy = f"a divisor of {number}" if number else "1"
         raise UserError(f"distributed.ep_size={ep} cannot split the model's {number} experts per layer; use {remedy}")
+    if bias_rate and (experts is None or experts.scale is None):
+        raise UserError(
+            f"training.router_bias_rate={bias_rate:g} needs a model whose routers have a bias (model_type='dots1'), not "
+            f"model_type={config.model_type!r}; set it to 0"
+        )
     if experts is not None and experts.size % layout.tp_size:
         raise UserError(
             f"tp_size={layout.tp_size} does not divide {experts.size}, the intermediate size of an expert; use a divisor"

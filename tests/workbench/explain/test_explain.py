@@ -97,6 +97,7 @@ def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> 
         ("qwen3_moe", {"dp_size": 2, "cp_size": 2, "ep_size": 4}),
         ("qwen3_moe", {"dp_size": 2, "pp_size": 2, "ep_size": 2}),
         ("olmoe", {"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}),
+        ("dots1", {"dp_size": 2, "tp_size": 2, "ep_size": 2}),
         ("olmoe", {"dp_size": 2, "ep_size": 2, "tp_size": 2, "sequence_parallel": True}),
     ],
 )
