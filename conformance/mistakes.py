@@ -264,8 +264,13 @@ MISTAKES: dict[str, Mistake] = {
     "load_of_one_rank": Mistake(
         EXPERTS, "    all_reduce(counts, None)\n", "", (EXPERT_TESTS,), thread="NVIDIA-NeMo/Automodel#3359"
     ),
+    "bias_in_the_weights": Mistake(
+        EXPERTS, "weights = scores.gather(1, chosen)", "weights = (scores + self.get_parameter(BIAS)).gather(1, chosen)",
+        (EXPERT_TESTS, "step dp2 dots1"),
+    ),
+    "bias_falls_for_few": Mistake(EXPERTS, "(means - counts).sign()", "(counts - means).sign()", (EXPERT_TESTS,)),
     "router_in_bfloat16": Mistake(
-        EXPERTS, "logits.softmax(-1, dtype=accumulation_dtype(logits))", "logits.softmax(-1)", (EXPERT_TESTS,)
+        EXPERTS, "logits.softmax(-1, dtype=wide)", "logits.softmax(-1)", (EXPERT_TESTS,)
     ),
     # ------------------------------------------------------------------------------------------ pipeline parallelism
     "micro_batches_not_divided": Mistake(

@@ -25,8 +25,7 @@ from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.config import Distributed
 from picotron.model.families import differences
 from picotron.model.llama import ACTIVATIONS, GatedActivation, Linear, Llama
-from picotron.model.placement import Shard, owned_weight, place
-from picotron.model.weights import copy_part
+from picotron.model.placement import Shard, owned_weight, place, placement
 from picotron.tensor_parallel.tensor_parallel import column_parallel
 from picotron.tensor_parallel.tp_communications import enter, leave
 from workbench.run.checkpoint.expert_names import BIAS, ExpertNames, expert_names
@@ -205,10 +204,10 @@ def balance(model: Llama, rate: float) -> dict[str, float]:
     steps = rate * (means - counts).sign()
     for number, layer in layers.items():
         if rate and isinstance(layer.mlp, Experts):
-            bias, values = layer.mlp.get_parameter(BIAS), steps[int(number)]
-            change = torch.empty_like(owned_weight(bias))  # with ZeRO-3, a rank owns some of them
-            copy_part(change, bias, BIAS, lambda name, shape, index, values=values: values[index])
-            owned_weight(bias).add_(change)
+            bias = layer.mlp.get_parameter(BIAS)
+            owned = placement(bias).owned  # with ZeRO-3
+            own = slice(None) if owned is None else slice(*owned.bounds(owned.rank))
+            owned_weight(bias).add_(steps[int(number), own])
     return {"expert_load": (counts / means).nan_to_num().max().item()}  # dense layers have no tokens
 
 

@@ -29,7 +29,8 @@ def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
         if isinstance(layer, DecoderLayer):  # nothing keeps the norms of a PostNormLayer, which are added
             recompute_result(layer.input_layernorm, layer.self_attn, True, used)
             recompute_result(layer.post_attention_layernorm, layer.mlp, splits_mlp, used)
-        for block in layer.mlp.modules():  # itself, or its experts
+        blocks: Any = layer.mlp.modules()  # itself, or its experts
+        for block in blocks:
             if hasattr(block, "act_fn"):
                 down = block.down_proj if block is layer.mlp else block.down
                 recompute_result(block.act_fn, down, splits_mlp, used)
