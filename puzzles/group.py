@@ -1,7 +1,9 @@
 """The ranks of a puzzle: real processes, connected by gloo. Their messages are counted, and mistakes are explained."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,10 +132,23 @@ class Group:
         return result, self.sent
 
     def expect(
-        self, result: Any, expected: Any, where: str, name: str | tuple[str, ...] = "result", tolerance: float = 1e-9
+        self,
+        result: Any,
+        expected: Any,
+        where: str,
+        name: str | tuple[str, ...] = "result",
+        tolerance: float = 1e-9,
+        mistakes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Raise Wrong on all ranks if a result of any rank differs."""
+        """Raise Wrong on all ranks if a result of any rank differs.
+
+        Args:
+            mistakes: results of known mistakes, by what they are. The sentence names the one that the result equals.
+        """
         found = difference(result, expected, name, tolerance)
+        if found:
+            kinds = (kind for kind, wrong in mistakes.items() if not difference(result, wrong, name, tolerance))
+            found = "; ".join([found, *itertools.islice(kinds, 1)])
         self.require(not found, f"{self.here}{where}: {found}")
 
     def require(self, condition: bool, sentence: str) -> None:
