@@ -2,9 +2,11 @@
 
 import json
 import math
-import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,94 +15,47 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
-from workbench.generation import program
+from tests.support.program import TORCHRUN
+from tests.workbench.generation.conftest import Complete, continued, lines_of, save_generator
 from workbench.generation.program import load_model
-from workbench.generation.prompts import Encoder
-from workbench.generation.rotation import generate
+from workbench.generation.prompts import Encoder, prompt_of, read_prompts
+from workbench.generation.rotation import generate as generate_tokens
 from workbench.generation.sampling import Sampling
-from workbench.prepare.tokens import train_bpe
 
-pytestmark = pytest.mark.usefixtures("_end_process_group")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tokenizer and a model whose weights are so large that each token depends on the earlier ones."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_llama(vocab_size=300, initializer_range=0.5, eos_token_id=0)).save_pretrained(folder)
-    train_bpe(iter(["def f(x): return x + 1", "class A: pass"]), 300).save_pretrained(folder)
-    return folder
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run generate.py, and return what it prints."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-    program.main()
-    return capsys.readouterr().out
+TEXTS = ["def f", "x", "class A", "", "return x + 1", "d", "pass"]
 
 
 def test_program_prints_the_text_of_transformers_and_obeys_the_seed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, generate: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    generate(folder.parent, "--prompt", "def f", "--max_new_tokens", 20)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer("def f")["input_ids"]
-    model = LlamaForCausalLM.from_pretrained(folder)
-    expected = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=20, do_sample=False
-    )
-    text = run(monkeypatch, capsys, "--checkpoint", folder, "--prompt", "def f", "--max_new_tokens", 20)
-    assert text == f"{folder}:\n{tokenizer.decode(expected[0], skip_special_tokens=True)}\n"
-    sampled = [
-        run(monkeypatch, capsys, "--checkpoint", folder, "--temperature", 1, "--top_k", 50, "--seed", seed)
-        for seed in (1, 1, 2)
-    ]
+    text = tokenizer.decode(tokenizer("def f")["input_ids"] + continued(folder, "def f"), skip_special_tokens=True)
+    assert capsys.readouterr().out == f"{folder}:\n{text}\n"
+    sampled = []
+    for seed in (1, 1, 2):
+        generate(folder, "--temperature", 1, "--top_k", 50, "--seed", seed)
+        sampled.append(capsys.readouterr().out)
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_text_ends_at_any_end_token_of_the_model_as_with_transformers(
-    folder: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, where: str, complete: Complete
 ) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "prompts.txt").write_text("def f\nclass A\n")
-
-    def complete() -> list[list[int]]:
-        words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl", "--max_new_tokens", 30]
-        monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
-        program.main()
-        return [json.loads(line)["tokens"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-
-    first, second = complete()
+    prompts, words = ["def f", "class A"], ("--max_new_tokens", 20)
+    first, second = (line["tokens"] for line in complete(folder, prompts, *words))
     ends = [0, first[3], second[5]]
     for name in ("config.json", "generation_config.json"):
-        data = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps(data | {"eos_token_id": ends if name == where else 0}))
+        data = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(data | {"eos_token_id": ends if name == where else 0}))
     if where == "config.json":
-        (tmp_path / "generation_config.json").unlink()
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)
-    for text, tokens in zip(("def f", "class A"), complete(), strict=True):
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
-        assert tokens == expected[0, ids.size(1) : -1].tolist()
-        assert expected[0, -1] in ends[1:]
+        (folder / "generation_config.json").unlink()
+    for text, line in zip(prompts, complete(folder, prompts, *words), strict=True):
+        *tokens, end = continued(folder, text)
+        assert line["tokens"] == tokens
+        assert end in ends[1:]
         assert len(tokens) < 6
-
-
-def test_damaged_weights_are_one_sentence_and_the_old_output_stays(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    model.model.norm.weight.data[3] = math.nan
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path)
-    (tmp_path / "prompts.txt").write_text("def f\n")
-    (tmp_path / "o.jsonl").write_text("results of yesterday\n")
-    words = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "o.jsonl"]
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), *map(str, words)])
-    with pytest.raises(UserError, match=f"^{tmp_path}: .* NaN"):
-        program.main()
-    assert (tmp_path / "o.jsonl").read_text() == "results of yesterday\n"
 
 
 def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
@@ -115,10 +70,126 @@ def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     assert end.encode_text("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
 
 
+@pytest.mark.usefixtures("_end_process_group")
 def test_text_stays_within_the_sliding_window(tmp_path: Path) -> None:
     """The model reads every token but the last, so 5 + 8 tokens fit into a window of 12."""
     MistralForCausalLM(tiny_llama("mistral", sliding_window=12, vocab_size=300)).save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    assert len(generate(model, [[1, 2, 3, 4, 5]], Sampling(8))[0].tokens) == 8
+    assert len(generate_tokens(model, [[1, 2, 3, 4, 5]], Sampling(8))[0].tokens) == 8
     with pytest.raises(UserError, match=r"max_new_tokens=9, .* 12"):
-        generate(model, [[1, 2, 3, 4, 5]], Sampling(9))
+        generate_tokens(model, [[1, 2, 3, 4, 5]], Sampling(9))
+
+
+# ---------------------------------------------------------------------------------------------------- files of prompts
+
+
+def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["log_probs"] == pytest.approx(other["log_probs"], rel=1e-9)
+        assert one | {"log_probs": 0} == other | {"log_probs": 0}
+
+
+@pytest.fixture
+def even(tmp_path: Path) -> Path:
+    """Folder of a model that draws all tokens, also the end token, about equally often."""
+    return save_generator(tmp_path / "model", 0.02)
+
+
+def test_lines_of_the_output(even: Path, complete: Complete) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(even), LlamaForCausalLM.from_pretrained(even, dtype=torch.float64)
+    words = ("--temperature", 1, "--top_p", 0.99, "--max_new_tokens", 300, "--seed", 3)
+    lines = complete(even, TEXTS, *words)
+    assert [line["prompt"] for line in lines] == TEXTS
+    assert len({len(line["tokens"]) for line in lines}) > 1
+    for line in lines:
+        assert tokenizer.eos_token_id not in line["tokens"]
+        prompt = tokenizer(line["prompt"])["input_ids"] or [tokenizer.eos_token_id]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + line["tokens"]])).logits[0].log_softmax(-1)
+        expected = [log_probs[len(prompt) - 1 + i, token].item() for i, token in enumerate(line["tokens"])]
+        assert line["log_probs"] == pytest.approx(expected, rel=1e-5)  # transformers' norms compute in float32
+        both = tokenizer.decode(prompt + line["tokens"], skip_special_tokens=True)
+        assert line["prompt"] + line["text"] == both
+    # Neither the format of the file nor the size of the batches changes anything.
+    prompts = [{"prompt": text, "other": 1} for text in TEXTS]
+    assert_same(complete(even, prompts, *words, "--batch_size", 3), lines)
+
+
+def test_several_samples_are_consecutive_lines(even: Path, complete: Complete) -> None:
+    """The lines are those of a file that repeats each prompt, whatever the size of the batches."""
+    lines = complete(even, TEXTS, "--temperature", 1, "--num_return_sequences", 3, "--batch_size", 2)
+    assert_same(lines, complete(even, [text for text in TEXTS for _ in range(3)], "--temperature", 1))
+    assert len({tuple(line["tokens"]) for line in lines}) == 21
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_several_processes_write_the_same_file(even: Path, tmp_path: Path, complete: Complete) -> None:
+    words = ["--temperature", "1", "--max_new_tokens", "200", "--batch_size", "5", "--num_return_sequences", "2"]
+    expected, output = complete(even, TEXTS, *words), tmp_path / "several.jsonl"
+    words += ["--checkpoint", str(even), "--prompts", str(tmp_path / "prompts.txt"), "--output", str(output)]
+    words += ["--pp_size", "2", "--tp_size", "2"]
+    for launcher in ([sys.executable], [*TORCHRUN, "8"]):  # the latter with two data-parallel ranks
+        output.unlink(missing_ok=True)
+        subprocess.run([*launcher, "generate.py", *words], timeout=120, check=True)
+        assert_same(lines_of(output), expected)
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2, is not valid JSON"),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "a"}\n', 'line 3, should be an object with a "prompt" or "messages"'),
+        ("p.jsonl", b'{"prompt": "a", "messages": "b"}\n', "line 1, has the keys prompt and messages"),
+        ("p.txt", b"a\nb\xff\n", "p.txt, line 2, is not valid UTF-8"),
+        ("p.txt", b"", "p.txt has no prompts"),
+        ("p.txt", b"\xef\xbb\xbfa\nb\n", {1: {"prompt": "a"}, 2: {"prompt": "b"}}),
+        *(
+            ("p.jsonl", json.dumps({key: value, "tools": [], "other": 1}).encode(), {1: {found: value} | more})
+            for key in ("prompt", "messages")
+            for found, value, more in (("prompt", "a", {}), ("messages", MESSAGES, {"tools": []}))
+        ),
+    ],
+)
+def test_prompts_are_read_or_their_broken_line_is_named(
+    tmp_path: Path, name: str, content: bytes, expected: dict[int, Any] | str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            read_prompts(tmp_path / name)
+    else:
+        assert read_prompts(tmp_path / name) == {f"{tmp_path / name}, line {i},": expected[i] for i in expected}
+
+
+def test_a_prompt_that_begins_with_a_bracket_is_a_text() -> None:
+    assert prompt_of({"prompt": "[<"}) == {"prompt": "[<"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pp_size 2", "pp_size=2 x tp_size=1 needs a multiple of 2 processes"),
+        ("--top_p 0", "top_p=0.0"),
+        pytest.param("--output /dev/full", "/dev/full: No space left on device", marks=pytest.mark.linux),
+        ("--checkpoint DAMAGED", "damaged: .* NaN"),
+    ],
+)
+def test_a_run_that_fails_leaves_the_old_output(
+    even: Path, tmp_path: Path, words: str, message: str, complete: Complete, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words.startswith("--pp_size"):  # as torchrun sets them
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+    if "DAMAGED" in words:
+        model = LlamaForCausalLM.from_pretrained(even)
+        model.model.norm.weight.data[3] = math.nan
+        for each in (model, AutoTokenizer.from_pretrained(even)):
+            each.save_pretrained(tmp_path / "damaged")
+    (tmp_path / "out.jsonl").write_text("results of yesterday\n")
+    with pytest.raises(UserError, match=message):
+        complete(even, TEXTS, *words.replace("DAMAGED", str(tmp_path / "damaged")).split())
+    assert (tmp_path / "out.jsonl").read_text() == "results of yesterday\n"

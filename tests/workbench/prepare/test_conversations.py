@@ -1,4 +1,6 @@
-"""Conversations in the shapes that people have, and what their chat templates hide: random ones are in the fuzzer."""
+"""Conversations and pairs in the shapes that people have: what becomes of them, and which records are refused. Random
+ones are in the fuzzer.
+"""
 
 import json
 from pathlib import Path
@@ -6,11 +8,14 @@ from typing import Any
 
 import pandas
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conformance.fuzz.chat_templates import CHATML, TEMPLATES
+from conformance.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT, TEMPLATES
+from conformance.oracle import make_config, tiny_llama
+from picotron.config import Config
 from picotron.console import UserError
 from tests.support.samples import CHAT, PROMPTS, config_of, encode, split, with_template, write_jsonl
+from workbench.prepare.tokens import write_tokens
 
 USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 END_OUTSIDE = """{%- for message in messages -%}{{ message['role'] + ': ' }}
@@ -19,10 +24,16 @@ END_OUTSIDE = """{%- for message in messages -%}{{ message['role'] + ': ' }}
 CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 
 
-def counted(name: str, folder: str, **keys: Any) -> list[str]:
+def data_of(folder: str, template: str, records: list[Any], **keys: Any) -> Config:
+    """Write records beside a tokenizer, which gets a chat template."""
+    name = write_jsonl(Path(folder).parent / "a.jsonl", records)
+    return config_of(name, with_template(folder, template), **keys or CHAT)
+
+
+def counted(config: Config) -> list[str]:
     """Return the text of each sample, with the tokens that the loss counts in [[ ]]."""
-    tokenizer, found = AutoTokenizer.from_pretrained(folder), []
-    for tokens, mask in split(encode(config_of(name, folder, **keys or CHAT))):
+    tokenizer, found = AutoTokenizer.from_pretrained(config.model.tokenizer), []
+    for tokens, mask in split(encode(config)):
         text, inside = "", 0
         for token, count in zip([*tokens, None], [*mask, 0], strict=True):
             text += ("[[" if count > inside else "]]" if count < inside else "") + (
@@ -33,26 +44,22 @@ def counted(name: str, folder: str, **keys: Any) -> list[str]:
     return found
 
 
-def test_what_is_not_in_the_text_or_not_counted_is_named_once(
-    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_in_the_text_or_not_counted_is_named_once(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     """A template that knows two roles and one key, cuts reasoning from earlier turns, and counts the answer alone."""
     template = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ 'Q' + m.content + '\n' }}
 {%- elif m.role == 'assistant' -%}{{ 'A' }}{%- if m.reasoning and loop.last -%}{{ m.reasoning }}{%- endif -%}
 {%- generation -%}{{ m.content + '\n' }}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"""
-    with_template(folder, template)
     chats: list[Any] = [
         {"chat": [USER, ANSWER | {"reasoning": "R", "name": "me"}, USER, ANSWER | {"reasoning": "R"}]},
         {"chat": [USER, ANSWER | {"tool_calls": CALL}, {"role": "tool", "content": "7", "name": "f"}, ANSWER]},
         {"chat": [USER, ANSWER | {"tool_calls": None}], "tools": CALL, "system": "S"},
     ]
-    counted(write_jsonl(tmp_path / "a.jsonl", chats), folder)
-    start = "the chat template ignores "
+    encode(data_of(folder, template, chats))
     lines = sorted(record.getMessage() for record in caplog.records if " conversations" in record.getMessage())
     ignored = ["'name'", "'reasoning'", "'tool_calls'", "'tools'"]
     ignored += [f"the content of messages with the role {role!r}" for role in ("system", "tool")]
     assert lines == [
-        *(f"{start}{name} in 1 of 3 conversations" for name in ignored),
+        *(f"the chat template ignores {name} in 1 of 3 conversations" for name in ignored),
         "the loss does not count 'reasoning' of the assistant in 1 of 3 conversations",
     ]
 
@@ -68,52 +75,41 @@ FORMS = {  # how templates print the arguments of a call
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
-def test_arguments_are_what_the_template_expects(
-    tmp_path: Path, folder: str, form: str, content: dict[str, Any]
-) -> None:
+def test_arguments_are_what_the_template_expects(folder: str, form: str) -> None:
     """Objects, or JSON texts as OpenAI writes them; beside a content that may be missing."""
-    with_template(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS[form]}) + '<|im_end|>'"))
     chats = []
-    for arguments in ({"x": 1}, '{"x": 1}'):
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        chats.append({"chat": [USER, {"role": "assistant", "tool_calls": [call]} | content]})
-    first, second = counted(write_jsonl(tmp_path / "a.jsonl", chats), folder)
-    assert first == second
+    for content in ({"content": ""}, {"content": None}, {}):
+        for arguments in ({"x": 1}, '{"x": 1}'):
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            chats.append({"chat": [USER, {"role": "assistant", "tool_calls": [call]} | content]})
+    first, *others = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS[form]}) + '<|im_end|>'"), chats))
+    assert others == [first] * 5
     assert ('[["x", 1]]' if form == "items" else '{"x": 1}') in first.partition("[[")[2]
 
 
-def test_messages_of_sharegpt_are_those_of_the_template(tmp_path: Path, folder: str) -> None:
-    with_template(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"))
+def test_messages_of_sharegpt_are_those_of_the_template(folder: str) -> None:
     words = {"human": "Q", "function_call": '{"name": "f", "arguments": {"x": 1}}', "observation": "7", "bing": "A"}
-    chat = [{"from": role, "value": value} for role, value in words.items()]
-    (found,) = counted(write_jsonl(tmp_path / "a.jsonl", [{"chat": chat, "system": "S"}]), folder)
+    record = {"chat": [{"from": role, "value": value} for role, value in words.items()], "system": "S"}
+    (found,) = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"), [record]))
     parts = ["system\nS", "user\nQ", 'assistant\n[[{"x": 1}', "tool\n7", "assistant\n[[A"]
     assert [part for part in parts if part not in found] == []
 
 
-def test_contents_of_parts_are_texts(tmp_path: Path, folder: str) -> None:
-    with_template(folder, CHATML)
-    parts = [{"type": "text", "text": "Q"}, {"type": "text", "text": "R"}]
-    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": [{"role": "user", "content": parts}, ANSWER]}])
-    assert "user\nQ\nR<|im_end|>" in counted(name, folder)[0]
-    parts.append({"type": "image_url", "image_url": {"url": "x"}})  # type: ignore[dict-item]
-    name = write_jsonl(tmp_path / "b.jsonl", [{"chat": [{"role": "user", "content": parts}, ANSWER]}])
-    with pytest.raises(UserError, match="such as an image"):
-        encode(config_of(name, folder, **CHAT))
+def test_contents_of_parts_are_texts(folder: str) -> None:
+    parts = [{"type": "text", "text": text} for text in "QR"]
+    (found,) = counted(data_of(folder, CHATML, [{"chat": [USER | {"content": parts}, ANSWER]}]))
+    assert "user\nQ\nR<|im_end|>" in found
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_records_that_cannot_be_used_are_left_out_if_the_user_says_so(
-    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture, processes: int
+    folder: str, caplog: pytest.LogCaptureFixture, processes: int
 ) -> None:
-    with_template(folder, CHATML)
     records = [{"chat": [USER, ANSWER | {"content": str(i)}] if i % 3 else [ANSWER]} for i in range(20)]
-    name = write_jsonl(tmp_path / "a.jsonl", records)
     keys = CHAT | {"dataset__num_proc": processes}
     with pytest.raises(UserError, match="7 of 20 records that were read cannot be used"):
-        encode(config_of(name, folder, **keys))
-    found = counted(name, folder, **keys, dataset__skip_invalid=True)
+        encode(data_of(folder, CHATML, records, **keys))
+    found = counted(data_of(folder, CHATML, records, **keys, dataset__skip_invalid=True))
     assert [int(text.partition("[[")[2].partition("<")[0]) for text in found] == [i for i in range(20) if i % 3]
     assert "7 of 20 records cannot be used, and are left out; the first: " in caplog.text
 
@@ -128,10 +124,9 @@ def test_records_that_cannot_be_used_are_left_out_if_the_user_says_so(
     ],
 )
 def test_a_turn_without_an_end_is_ended_or_named(
-    tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture, template: str, text: str, warning: str | None
+    folder: str, caplog: pytest.LogCaptureFixture, template: str, text: str, warning: str | None
 ) -> None:
-    with_template(folder, template)
-    (found,) = counted(write_jsonl(tmp_path / "a.jsonl", [{"chat": [USER, ANSWER]}]), folder)
+    (found,) = counted(data_of(folder, template, [{"chat": [USER, ANSWER]}]))
     assert found.endswith(text)
     lines = [record.getMessage() for record in caplog.records if "'s turn" in record.getMessage()]
     assert [warning in line and "QUESTION" in line for line in lines] == [True] if warning else not lines
@@ -139,69 +134,106 @@ def test_a_turn_without_an_end_is_ended_or_named(
 
 def test_messages_of_tables_and_of_prompts_are_conversations(tmp_path: Path, folder: str) -> None:
     with_template(folder, CHATML)
-    pairs = {"q": [USER, ANSWER, USER], "a": [ANSWER]}
-    chats = {
-        "role": [*pairs["q"][:1], ANSWER],
-        "from": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
-    }
-    expected = ["<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[[A<|im_end|>\n]]"]
-    for name, messages in chats.items():
-        for value in (messages, json.dumps(messages)):
-            file = tmp_path / f"{name}{type(value).__name__}.parquet"
-            pandas.DataFrame([{"chat": value, "weight": 1.0, "other": 5}]).to_parquet(file)
-            assert counted(str(file), folder) == expected
-    pandas.DataFrame([pairs]).to_parquet(tmp_path / "pairs.parquet")
     turn = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
-    assert counted(str(tmp_path / "pairs.parquet"), folder, **PROMPTS) == [
-        f"{turn}A<|im_end|>\n{turn}[[A<|im_end|>\n]]"
-    ]
+    file, sharegpt = tmp_path / "a.parquet", [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    for messages in ([USER, ANSWER], sharegpt):
+        for value in (messages, json.dumps(messages)):
+            pandas.DataFrame([{"chat": value, "weight": 1.0, "other": 5}]).to_parquet(file)
+            assert counted(config_of(str(file), folder, **CHAT)) == [f"{turn}[[A<|im_end|>\n]]"]
+    pandas.DataFrame([{"q": [USER, ANSWER, USER], "a": [ANSWER]}]).to_parquet(file)
+    assert counted(config_of(str(file), folder)) == [f"{turn}A<|im_end|>\n{turn}[[A<|im_end|>\n]]"]
 
 
-def test_records_of_weight_0_are_left_out(tmp_path: Path, folder: str) -> None:
-    with_template(folder, CHATML)
+def test_records_of_weight_0_are_left_out(folder: str) -> None:
     records = [{"chat": [USER, ANSWER | {"content": str(i)}], "weight": i % 2} for i in range(4)]
     records.append({"chat": [USER, ANSWER | {"train": False}], "weight": 1})
-    found = counted(write_jsonl(tmp_path / "a.jsonl", records), folder)
+    found = counted(data_of(folder, CHATML, records))
     assert [text.partition("[[")[2][0] for text in found] == ["1", "3"]
 
 
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+GOOD = {"q": "a", "a": "b", "chat": [USER, ANSWER]}
+ALPACA = {"dataset__prompt_column": "instruction", "dataset__completion_column": "output"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
 @pytest.mark.parametrize(
-    ("record", "keys", "message"),
+    ("bad", "template", "keys", "message"),
     [
-        ({"chat": [USER, ANSWER | {"weight": 0.5}]}, CHAT, "weight=0.5 should be 0 or 1"),
-        ({"chat": [USER, ANSWER], "weight": 2.5}, CHAT, "weight=2.5 should be 0 or 1"),
-        ({"chat": [{"from": "human"}]}, CHAT, "should have a list of messages there"),
+        ({"q": "a"}, CHATML, PROMPTS, r"completion_column='a' has no text there; use one of \['q'\]"),
+        ([1], CHATML, PROMPTS, "found a list"),
+        ({"q": "a", "a": "\udfff"}, CHATML, PROMPTS, "unpaired surrogate"),
+        ({"q": [USER], "a": "A"}, CHATML, PROMPTS, "should have two texts, or two lists of messages"),
+        ({"chat": [USER]}, CHATML, CHAT, "no message has the role 'assistant'"),
+        ({"chat": [USER, ANSWER, ANSWER]}, STRICT, CHAT, "the chat template fails .*must alternate"),
+        ({"chat": [USER, ANSWER]}, COUNTING, CHAT, "changes the text before message 2"),
         (
-            {"chat": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "s"},
+            {"chat": [USER, ANSWER]},
+            "{%- set form = '%d' -%}{{ strftime_now(form) }}" + CHATML,
             CHAT,
-            "no message of that role beside",
+            "a format that it computes",
         ),
-        ({"q": [USER], "a": "A"}, PROMPTS, "columns q and a should have two texts, or two lists of messages"),
+        (
+            {"chat": [USER, ANSWER | {"content": ""}]},
+            QUESTIONS_MARKED.replace(".{% end", "{% end"),
+            CHAT,
+            "marks no text with",
+        ),
+        ({"chat": [ANSWER]}, CHATML, CHAT, "message 1 is the assistant's"),
+        ({"chat": [{"from": "human"}]}, CHATML, CHAT, "should have a list of messages there"),
+        ({"chat": [USER | {"content": [IMAGE]}, ANSWER]}, CHATML, CHAT, "such as an image"),
+        ({"chat": [USER, ANSWER | {"weight": 0.5}]}, CHATML, CHAT, "weight=0.5 should be 0 or 1"),
+        (GOOD | {"weight": 2.5}, CHATML, CHAT, "weight=2.5 should be 0 or 1"),
+        (GOOD | {"tools": [3]}, CHATML, CHAT, "column 'tools' should have a list"),
+        (
+            GOOD | {"chat": [USER | {"role": "system"}, USER, ANSWER], "system": "s"},
+            CHATML,
+            CHAT,
+            "no message of that role",
+        ),
         *(
             (
                 {"instruction": "Add", key: "1 2", "output": "3"},
-                {"dataset__prompt_column": "instruction", "dataset__completion_column": "output"},
-                f"also has the column {key!r}, which prompt_column='instruction' leaves out",
+                CHATML,
+                ALPACA,
+                f"has the column {key!r}, which prompt_c",
             )
             for key in ("input", "history", "system")
         ),
     ],
 )
-def test_shapes_that_would_be_half_read_are_refused(
-    tmp_path: Path, folder: str, record: Any, keys: dict[str, Any], message: str
+def test_records_that_would_be_half_read_are_refused_with_their_place(
+    folder: str, bad: Any, template: str, keys: dict[str, str], message: str
 ) -> None:
-    with_template(folder, CHATML)
-    name = write_jsonl(tmp_path / "a.jsonl", [record])
-    with pytest.raises(UserError, match=message):
-        encode(config_of(name, folder, **keys))
-    if "instruction" in record:
-        pandas.DataFrame([record]).to_parquet(tmp_path / "a.parquet")
+    good = [GOOD] * 2 if template == CHATML and keys != ALPACA else []
+    config = data_of(folder, template, [*good, bad], **keys)
+    with pytest.raises(UserError, match=rf"a\.jsonl, line {len(good) + 1}: .*{message}") as error:
+        encode(config)
+    assert len(str(error.value).splitlines()) == 1
+    if keys == ALPACA:
+        pandas.DataFrame([bad]).to_parquet(table := Path(folder).parent / "a.parquet")
         with pytest.raises(UserError, match=message):
-            encode(config_of(str(tmp_path / "a.parquet"), folder, **keys))
+            encode(config_of(str(table), folder, **keys))
 
 
-def test_a_template_that_computes_the_format_of_the_date_is_refused(tmp_path: Path, folder: str) -> None:
-    with_template(folder, "{%- set form = '%d' -%}{{ strftime_now(form) }}" + CHATML)
-    name = write_jsonl(tmp_path / "a.jsonl", [{"chat": [USER, ANSWER]}])
-    with pytest.raises(UserError, match="prints the date in a format that it computes"):
-        encode(config_of(name, folder, **CHAT))
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("a.txt", CHAT, r"messages_column='chat', but .*a\.txt has no columns"),
+        ("a.jsonl", CHAT, "messages_column='chat' needs a chat template"),
+        ("a.jsonl", {"model__tokenizer": "bpe", **CHAT}, "which model.tokenizer='bpe' has not"),
+        ("a.jsonl", {"model__tokenizer": "ENDLESS", **PROMPTS}, "no end-of-sequence token, which ends a completion"),
+    ],
+)
+def test_data_without_columns_templates_or_ends_are_refused(
+    tmp_path: Path, folder: str, name: str, keys: dict[str, str], message: str
+) -> None:
+    bpe = PreTrainedTokenizerFast.from_pretrained(folder).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(tmp_path / "endless")
+    (tmp_path / "a.txt").write_text("text")
+    write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    keys = {"model__tokenizer": folder, "dataset__name": str(tmp_path / name)} | keys
+    config = make_config(**{key: value.replace("ENDLESS", str(tmp_path / "endless")) for key, value in keys.items()})
+    with pytest.raises(UserError, match=message):
+        write_tokens(config, tiny_llama(vocab_size=300))

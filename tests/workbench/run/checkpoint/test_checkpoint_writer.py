@@ -1,6 +1,5 @@
 """Writing checkpoints: in the background, on full disks, and next to old checkpoints that cannot be deleted."""
 
-import json
 import os
 import shutil
 import threading
@@ -16,15 +15,14 @@ from transformers import LlamaConfig
 
 from conformance.training import wrapped
 from conformance.worker_pool import WorkerPool
-from picotron.config import Config, Model
+from picotron.config import Config
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.host_buffers import HostBuffers
-from workbench.run.checkpoint.writer import CheckpointWriter, model_files
+from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
-from workbench.run.model_config import load_model_config
 from workbench.run.run_folder import checkpoint_folders
 
 
@@ -169,14 +167,3 @@ def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step
     configs = [run_config(folder, {"dp_size": 2}) for folder in folders]
     for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
         assert sentence.startswith(f"rank 1 does not see the files of rank 0 in {tmp_path}/o")
-
-
-@pytest.mark.parametrize(("ends", "kept"), [([5, 0, 7], [0, 5, 7]), ([5, 7], 0), (5, 0), (None, 0)])
-def test_a_checkpoint_keeps_the_end_tokens_of_its_model(tokenizer: Path, tmp_path: Path, ends: Any, kept: Any) -> None:
-    """Unless they are those of another tokenizer, whose end token is not among them: that of this tokenizer is 0."""
-    model_of(True).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_p": 0.9}))
-    model_config = load_model_config(Model(name=str(tmp_path)))
-    files = model_files(model_config, "float64", tokenizer)
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads(files[name])["eos_token_id"] == kept
