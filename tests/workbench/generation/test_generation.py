@@ -15,7 +15,6 @@ from conformance.oracle import CPU, assert_close, make_config, oracle_model, our
 from conformance.training import layout_name, stage_of
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.config import Config
 from picotron.console import UserError
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
@@ -26,18 +25,14 @@ PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).t
 Prompts = list[list[int]]
 
 
-def config_of(layout: dict[str, Any], **changes: Any) -> Config:
-    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **changes)
-
-
 def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
-    stage = stage_of(config_of(layout), MODEL)
+    stage = stage_of(make_config(**layout), MODEL)
     return [generate(stage, prompts, sampling) for prompts, sampling in cases]
 
 
 def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
     """Generate in a layout, check that all ranks have the same completions, and return them."""
-    first, *others = pool.run(run, config_of(layout).distributed.world_size, layout, cases)
+    first, *others = pool.run(run, make_config(**layout).distributed.world_size, layout, cases)
     assert all(other == first for other in others)
     return first
 
@@ -155,7 +150,7 @@ NEW = 9
 
 def count_calls(layout: dict[str, Any]) -> tuple[int, Counter[str]]:
     """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
-    stage, calls = stage_of(config_of(layout), MODEL), Counter[str]()
+    stage, calls = stage_of(make_config(**layout), MODEL), Counter[str]()
     start = dist.batch_isend_irecv
 
     def start_batch(operations: list[dist.P2POp]) -> Any:
@@ -189,7 +184,7 @@ def test_no_collective_per_token(pool: WorkerPool) -> None:
 
 def mistake(layout: dict[str, Any], prompts: Prompts, options: dict[str, Any]) -> str:
     with pytest.raises(UserError) as error:
-        generate(stage_of(config_of(layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
+        generate(stage_of(make_config(**layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
     return str(error.value)
 
 
@@ -208,5 +203,5 @@ def end_only(tokens: list[int]) -> list[int]:
 def test_mistakes_are_errors_on_every_rank(
     pool: WorkerPool, layout: dict[str, Any], prompts: Prompts, options: dict[str, Any], problem: str
 ) -> None:
-    for found in pool.run(mistake, config_of(layout).distributed.world_size, layout, prompts, options):
+    for found in pool.run(mistake, make_config(**layout).distributed.world_size, layout, prompts, options):
         assert problem in found

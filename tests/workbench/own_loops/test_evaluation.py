@@ -44,10 +44,10 @@ def expected(folder: Path, length: int) -> tuple[int, float, float]:
 def words_of(model: Path, layout: dict[str, Any], **keys: Any) -> list[str]:
     """Return options of train.py for a pretrained model in float64."""
     sizes = dict.fromkeys(("dp_size", "pp_size", "cp_size", "tp_size"), 1) | layout
-    keys = {f"distributed__{key}": value for key, value in sizes.items()} | {"model__num_hidden_layers": "null"} | keys
-    keys |= {"model__name": model, "model__tokenizer": "null", "model__pretrained": "true", "model__dtype": "float64"}
-    keys |= {"training__micro_batch_size": 3, "training__gradient_accumulation_steps": 1}
-    return [str(word) for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", value)]
+    keys = {f"distributed.{key}": value for key, value in sizes.items()} | {"model.num_hidden_layers": "null"} | keys
+    keys |= {"model.name": model, "model.tokenizer": "null", "model.pretrained": "true", "model.dtype": "float64"}
+    keys |= {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
+    return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
 
 
 @pytest.mark.processes
@@ -55,7 +55,7 @@ def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path,
     """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
     path = tmp_path / "text.jsonl"
     path.write_text(json.dumps({"text": TEXT}) + "\n")
-    words = words_of(model, {"dp_size": 2, "cp_size": 2}, training__seq_length=24)
+    words = words_of(model, {"dp_size": 2, "cp_size": 2}, **{"training.seq_length": 24})
     result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"), "--evaluate", str(path))
     assert result.returncode == 0, result.stderr
     found = re.search(r"([\d,]+) tokens \| loss ([\d.]+) \| ([\d.]+) bits per byte\n$", result.stdout)
@@ -68,10 +68,10 @@ def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path,
 @pytest.mark.processes
 def test_a_run_shows_how_the_model_continues_a_prompt(model: Path, home: Path, tmp_path: Path) -> None:
     """Before the first step, as transformers does."""
-    path, keys = tmp_path / "text.txt", {"training__total_train_steps": 1, "training__warmup_steps": 0}
-    path.write_text(TEXT)
-    keys |= {"training__eval_frequency": 1, "training__eval_steps": 1, "training__seq_length": 96}
-    words = words_of(model, {"pp_size": 2}, dataset__name=path, logging__sample_prompt="line 3: na", **keys)
+    (path := tmp_path / "text.txt").write_text(TEXT)
+    training = {"total_train_steps": 1, "warmup_steps": 0, "eval_frequency": 1, "eval_steps": 1, "seq_length": 96}
+    keys = {f"training.{key}": value for key, value in training.items()} | {"logging.sample_prompt": "line 3: na"}
+    words = words_of(model, {"pp_size": 2}, **keys, **{"dataset.name": path})
     result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     tokenizer, oracle = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from conformance.oracle import assert_close, random_tokens, with_exact_norms
+from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.llama import Llama
@@ -68,25 +68,10 @@ def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenize
 
     # A negligible learning rate in a different layout: the weights are written as they were read.
     still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
-    other = first_half(tmp_path / "other", {"pp_size": 3}, **still | dtype | {"training__total_train_steps": 6})
-    other = other.model_copy(update={"training": other.training.model_copy(update={"max_tokens": None})})
+    other = run_config(tmp_path / "other", {"pp_size": 3}, **still | dtype, training__total_train_steps=6)
     run(pool, other, model, tokenizer)
     again = tensors_of(tmp_path / "other" / "step_00000006", "master")
     assert all(again[name].equal(master) for name, master in masters.items())
-
-
-def test_model_folder_without_trainer_state_starts_at_step_0(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
-) -> None:
-    """The first loss is that of the weights in the folder."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_at_step_5(0, False))
-    model.save_pretrained(tmp_path / "model")
-    config = run_config(tmp_path / "run", {"pp_size": 2}, checkpoint__load_path=str(tmp_path / "model"))
-    result = run(pool, config, model_of(False), tokenizer)
-    assert len(result["losses"]) == 10
-    rows = torch.from_numpy(random_tokens()[: BATCH * 16 + 1].astype("int64"))
-    logits = with_exact_norms(model)(input_ids=rows[:-1].view(BATCH, 16), use_cache=False).logits
-    assert_close(result["losses"][0], torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[1:]).item())
 
 
 def test_latest_resumes_and_keep_last_deletes_older_checkpoints(
@@ -118,26 +103,21 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(
     assert list(checkpoint_folders(tmp_path)) == [4, 10]
 
 
-def test_changed_data_restarts_at_sample_0_and_keeps_the_step(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
-) -> None:
-    keys = {"checkpoint__load_path": str(checkpoint_at_step_5(0, False)), "training__seq_length": 8}
-    config = run_config(tmp_path, {}, **keys)
+@pytest.mark.parametrize(
+    ("changes", "samples", "tokens"),
+    [
+        ({"training__seq_length": 8}, 5 * BATCH, 5 * BATCH * (16 + 8)),  # other data, from the first sample
+        ({"training__gradient_accumulation_steps": 1}, 5 * (BATCH + 4), 5 * (BATCH + 4) * 16),  # half a batch
+    ],
+)
+def test_a_run_resumes_with_other_data_or_batches(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path,
+    changes: dict[str, Any], samples: int, tokens: int,
+) -> None:  # fmt: skip
+    config = run_config(tmp_path, {}, checkpoint__load_path=str(checkpoint_at_step_5(0, False)), **changes)
     assert len(run(pool, config, model_of(False), tokenizer)["losses"]) == 5
     state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
-    assert (state["step"], state["samples"]) == (10, 5 * BATCH)
-    assert state["tokens"] == 5 * BATCH * (16 + config.training.seq_length)
-
-
-def test_changed_global_batch_size_resumes_at_the_same_sample(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
-) -> None:
-    config = run_config(
-        tmp_path, {}, checkpoint__load_path=str(checkpoint_at_step_5(0, False)), training__gradient_accumulation_steps=1
-    )
-    run(pool, config, model_of(False), tokenizer)
-    state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
-    assert (state["step"], state["samples"], state["tokens"]) == (10, 5 * BATCH + 5 * 4, 5 * 16 * (BATCH + 4))
+    assert (state["step"], state["samples"], state["tokens"]) == (10, samples, tokens)
 
 
 def test_a_checkpoint_without_its_state_has_weights(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support.checkpoints import mistake, model_of, run, run_config, warnin
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folders
 
+WEIGHTS, MOMENTS = "model-00002-of-00002.safetensors", "exp_avg_sq-00001-of-00002.safetensors"
+
 
 def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
@@ -24,54 +27,45 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def damage(folder: Path, how: str) -> None:
-    single = "model.safetensors" if (folder / "model.safetensors").exists() else "model-00002-of-00002.safetensors"
-    if how == "flipped weight":
-        flip(folder / single, -7)
-    elif how == "flipped moment":
-        flip(next(iter(sorted(folder.glob("exp_avg_sq*.safetensors")))), 5000)
-    elif how == "truncated":
-        path = folder / single
-        path.write_bytes(path.read_bytes()[:-100])
-    elif how == "missing":
-        (folder / single).unlink()
-    elif how == "config":
-        (folder / "config.json").write_text((folder / "config.json").read_text().replace("32", "64"))
-    elif how == "no state":
-        (folder / "trainer_state.json").unlink()
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
-DAMAGES = {
-    "flipped weight": r"model.*safetensors is damaged: the checksum of bytes \d+ to \d+",
-    "flipped moment": "exp_avg_sq.*safetensors is damaged",
-    "truncated": "model.*safetensors has .* bytes, but .* were written",
-    "missing": "model.*safetensors is missing",
-    "config": r"config\.json is damaged",
-    "no state": r"trainer_state\.json is missing",
-}
+DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+    (WEIGHTS, lambda path: flip(path, -7), r"is damaged: the checksum of bytes \d+ to \d+"),
+    (MOMENTS, lambda path: flip(path, 5000), "is damaged"),
+    (WEIGHTS, truncate, "has .* bytes, but .* were written"),
+    (WEIGHTS, Path.unlink, "is missing"),
+    ("config.json", lambda path: path.write_text(path.read_text().replace("32", "64")), "is damaged"),
+    ("trainer_state.json", Path.unlink, "is missing"),
+]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_checkpoint_raises_an_error_that_names_the_file(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path, how: str
+def mistakes(configs: list[Config], model_config: LlamaConfig, tokenizer: Path) -> list[str]:
+    return [mistake(config, model_config, tokenizer) for config in configs]
+
+
+def test_damaged_checkpoints_raise_errors_that_name_the_file(
+    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
 ) -> None:
     """Two ranks verify the checksums, each those of some of the bytes."""
-    folder = Path(shutil.copytree(checkpoint_at_step_5(1, True), tmp_path / "step_00000005"))
-    damage(folder, how)
-    config = run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder))
-    messages = pool.run(mistake, 2, config, model_of(True), tokenizer)
-    assert messages[0] == messages[1]
-    (line,) = messages[0].splitlines()
-    assert line.startswith(str(folder))
-    assert re.search(DAMAGES[how], line), line
+    configs = []
+    for number, (file, damage, _) in enumerate(DAMAGES):
+        folder = Path(shutil.copytree(checkpoint_at_step_5(1, True), tmp_path / f"step_0000000{number}"))
+        damage(folder / file)
+        configs.append(run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder)))
+    first, second = pool.run(mistakes, 2, configs, model_of(True), tokenizer)
+    assert first == second
+    for message, (file, _, expected), config in zip(first, DAMAGES, configs, strict=True):
+        assert re.fullmatch(f"{config.checkpoint.load_path}/{file} {expected}.*", message), message
 
 
 def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
     run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
-    damage(tmp_path / "step_00000010", "truncated")
-    damage(tmp_path / "step_00000008", "flipped moment")
+    truncate(tmp_path / "step_00000010" / "model.safetensors")
+    flip(tmp_path / "step_00000008" / "exp_avg_sq.safetensors", 5000)
     config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=None)
     for steps, lines in pool.run(warnings_of, 2, config, model_of(False), tokenizer):
         assert steps == 4
@@ -84,7 +78,7 @@ def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Pa
     keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
     run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
     for folder in checkpoint_folders(tmp_path).values():
-        damage(folder, "no state")
+        (folder / "trainer_state.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)[0]
     assert f"none of the 2 checkpoints in {tmp_path} is intact; choose another load_path" in message

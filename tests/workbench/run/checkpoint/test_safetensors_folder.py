@@ -1,7 +1,9 @@
 """Safetensors folders: weights saved by transformers are loaded; damaged or unsuitable folders are rejected."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,46 +38,6 @@ def test_weights_saved_by_transformers_are_loaded_exactly(tmp_path: Path, tied: 
     assert torch.equal(half, theirs.lm_head.weight.to(torch.bfloat16))
 
 
-def test_read_returns_the_requested_slice_of_a_tensor(tmp_path: Path) -> None:
-    theirs = LlamaForCausalLM(tiny_llama())
-    theirs.save_pretrained(tmp_path)
-    weight, folder = theirs.lm_head.weight, SafetensorsFolder(tmp_path)
-    for index in ((slice(5, 9),), (slice(None), slice(3, 7)), ()):
-        assert torch.equal(folder.read("lm_head.weight", weight.shape, index), weight[index])
-
-
-def test_model_with_fewer_layers_than_the_folder_is_loaded(tmp_path: Path) -> None:
-    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
-    assert len(load(tmp_path, num_hidden_layers=1).model.layers) == 1
-
-
-def break_folder(folder: Path, how: str) -> None:
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if how == "only pickle":
-        file.unlink()
-        torch.save({}, folder / "pytorch_model.bin")
-    elif how == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif how == "missing shard":
-        file.unlink()
-        index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("only pickle", "has no readable model.safetensors or model.safetensors.index.json; only safetensors are read"),
-        ("truncated", "are damaged .*; download or save them again"),
-        ("missing shard", "model-00001-of-00002.safetensors is missing or cannot be read"),
-    ],
-)
-def test_damaged_folder_is_rejected(tmp_path: Path, how: str, message: str) -> None:
-    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
-    break_folder(tmp_path, how)
-    with pytest.raises(UserError, match=message):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
 def test_quantised_weights_are_not_read_as_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
     theirs = LlamaForCausalLM(tiny_llama())
@@ -103,14 +65,43 @@ def test_a_folder_with_two_sets_of_weights_is_read_as_transformers_reads_it(
     assert "the adapter in" in caplog.text
 
 
-def test_folder_that_does_not_fit_the_model_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("breaks", "changes", "message"),
+    [
+        (
+            lambda file: file.rename(file.with_name("pytorch_model.bin")),
+            {},
+            "has no readable model.safetensors .*; only",
+        ),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), {}, "are damaged .*; download or save them again"),
+        (
+            lambda file: (
+                file.rename(file.with_name("other"))
+                .with_name(file.name + ".index.json")
+                .write_text(
+                    json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}})
+                )
+            ),
+            {},
+            "model-00001-of-00002.safetensors is missing or cannot be read",
+        ),
+        (Path.exists, {"vocab_size": 64}, r"has shape \[61, 32\], but the model expects \[64, 32\]"),
+        (
+            Path.exists,
+            {"num_hidden_layers": 4},
+            r"no tensor model\.layers\.3.input_layernorm.weight; of its 30 tensors",
+        ),
+    ],
+)
+def test_folders_that_are_damaged_or_do_not_fit_are_rejected(
+    tmp_path: Path, breaks: Callable[[Path], Any], changes: dict[str, int], message: str
+) -> None:
     LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError,
-        match=r"embed_tokens.weight of .*model.safetensors has shape \[61, 32\], but the model expects \[64, 32\]",
-    ):
-        load(tmp_path, vocab_size=64)
-    with pytest.raises(UserError, match=r"has no tensor model\.layers\.3.input_layernorm.weight; of its 30 tensors"):
-        load(tmp_path, num_hidden_layers=4)
+    breaks(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, **changes)
+
+
+def test_a_name_that_is_nowhere_is_an_error() -> None:
     with pytest.raises(UserError, match="is not a local folder and cannot be downloaded"):
-        load(Path("nobody/no-such-model"))
+        find_folder("nobody/no-such-model")
