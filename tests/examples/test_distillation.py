@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from conformance.oracle import assert_close, with_exact_norms
+from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import TextRows
-from tests.support.examples import make_trainer, results, save_model, words
+from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
 from workbench.own_loops.trainer import Data
 from workbench.prepare.tokens import train_bpe
 
@@ -46,22 +45,17 @@ def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path
     config = config_of(tmp_path, {"tp_size": 2, "cp_size": 2})
     records, weights = pool.run(train, config.distributed.world_size, config, str(tmp_path / "teacher"))[0]
 
-    student, teacher = (
-        with_exact_norms(LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64))
-        for name in ("student", "teacher")
-    )
-    optimizer = torch.optim.AdamW(student.parameters(), config.training.learning_rate, (0.9, 0.95), weight_decay=0.0)
+    student, teacher = (load(tmp_path / name) for name in ("student", "teacher"))
     ids = torch.from_numpy(tokens()[:-1].astype(np.int64)).view(ROWS, LENGTH)
-    for record in records:
+
+    def statistics() -> dict[str, Tensor]:
         ours, theirs = ((model(ids).logits / TEMPERATURE).log_softmax(-1).flatten(0, 1) for model in (student, teacher))
-        loss = F.kl_div(ours, theirs.detach(), reduction="batchmean", log_target=True) * TEMPERATURE**2
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_close(record["loss"], loss.item())
-    for name, parameter in student.named_parameters():
-        assert_close(weights[name], parameter.detach(), what=name)
+        return {"loss": F.kl_div(ours, theirs.detach(), reduction="batchmean", log_target=True) * TEMPERATURE**2}
+
+    expected, expected_weights = train_reference(student, config.training, 2, statistics)
+    assert_close([record["loss"] for record in records], [record["loss"] for record in expected])
+    for name, weight in expected_weights.items():
+        assert_close(weights[name], weight, what=name)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """examples/dpo.py: records and weights are those of the paper's formula with transformers' model, in every layout."""
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from conformance.fuzz.chat_templates import CHATML
-from conformance.oracle import assert_close, with_exact_norms
+from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
-from tests.support.examples import make_trainer, results, save_model, words
+from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.own_loops.trainer import Data, fingerprint
 from workbench.prepare.tokens import tokenizer_folder
@@ -39,15 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, save_dir: Path, layout: dict[str, int], steps: int = 3, **keys: Any) -> Config:
+def config_of(folder: Path, save_dir: Path, layout: dict[str, int], **keys: Any) -> Config:
     keys = {"dataset__name": folder / "pairs.jsonl", "training__seq_length": LENGTH, **keys}
-    keys |= {
-        "training__learning_rate": 5e-4,
-        "training__warmup_steps": 0,
-        "training__lr_scheduler": "constant",
-        "model__name": folder / "model",
-    }
-    keys |= {"checkpoint__save_dir": save_dir, "training__total_train_steps": steps}
+    keys |= {"training__learning_rate": 5e-4, "training__warmup_steps": 0, "training__lr_scheduler": "constant"}
+    keys |= {"model__name": folder / "model", "checkpoint__save_dir": save_dir, "training__total_train_steps": 3}
     config, beta = read_config([*words(layout, 2 * len(PAIRS), **keys), "--beta", str(BETA)])
     assert beta == BETA
     return config
@@ -72,41 +67,32 @@ def log_prob(model: LlamaForCausalLM, tokenizer: Any, prompt: str, answer: str) 
 
 def expected(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Train with transformers' model, torch's AdamW and equation 7 of the paper. Returns records and weights."""
-    model, reference = (
-        with_exact_norms(LlamaForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)) for _ in range(2)
-    )
-    tokenizer, training = AutoTokenizer.from_pretrained(config.model.name), config.training
-    optimizer = torch.optim.AdamW(
-        model.parameters(), training.learning_rate, (training.adam_beta1, training.adam_beta2), training.adam_eps, 0.0
-    )
-    records = []
-    for _ in range(training.total_train_steps):
+    model, reference = (load(config.model.name) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name)
+
+    def statistics() -> dict[str, Tensor]:
         rewards = []
         for pair in PAIRS:
-            gains = [
-                log_prob(model, tokenizer, pair["prompt"], pair[answer])
-                - log_prob(reference, tokenizer, pair["prompt"], pair[answer]).detach()
-                for answer in ("chosen", "rejected")
-            ]
-            rewards.append(BETA * torch.stack(gains))
-        chosen, rejected = torch.stack(rewards).T
-        loss = -F.logsigmoid(chosen - rejected).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+            for answer in ("chosen", "rejected"):
+                new, old = (log_prob(each, tokenizer, pair["prompt"], pair[answer]) for each in (model, reference))
+                rewards.append(BETA * (new - old.detach()))
+        chosen, rejected = torch.stack(rewards).view(-1, 2).T
         margin = chosen - rejected
-        numbers = {"loss": loss, "margin": margin, "accuracy": (margin > 0).double()}
-        numbers |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
-        records.append({name: number.mean().item() for name, number in numbers.items()})
-    return records, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        numbers = {"loss": -F.logsigmoid(margin), "margin": margin, "accuracy": margin > 0}
+        return numbers | {"rewards/chosen": chosen, "rewards/rejected": rejected}
+
+    return train_reference(model, config.training, 3, statistics)
 
 
 def test_records_and_weights_are_those_of_the_paper_with_transformers(
     pool: WorkerPool, folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder, tmp_path / "run", {"pp_size": 2, "cp_size": 2}, checkpoint__save_frequency=3)
-    records, weights = pool.run(train, config.distributed.world_size, config)[0]
+    """A run that resumes after two of three steps has the same reference."""
+    for end in (2, 3):
+        keys: dict[str, Any] = {"training__max_tokens": end * 8 * LENGTH, "checkpoint__load_path": "latest"}
+        config = config_of(folder, tmp_path / "run", {"pp_size": 2, "cp_size": 2}, checkpoint__save_frequency=2, **keys)
+        records, weights = pool.run(train, config.distributed.world_size, config)[0]
+        assert len(records) == end
     expected_records, expected_weights = expected(config)
     for name in expected_records[0]:
         assert_close([record[name] for record in records], [record[name] for record in expected_records], what=name)
@@ -117,24 +103,22 @@ def test_records_and_weights_are_those_of_the_paper_with_transformers(
         assert_close(weights[name], weight, what=name)
 
 
-def test_a_resumed_run_continues_with_the_same_reference(pool: WorkerPool, folder: Path, tmp_path: Path) -> None:
-    def config(name: str, **keys: Any) -> Config:
-        return config_of(folder, tmp_path / name, {}, checkpoint__save_frequency=2, **keys)
-
-    whole = pool.run(train, 1, config("whole"))[0][0]
-    assert len(pool.run(train, 1, config("half", training__max_tokens=2 * 8 * LENGTH))[0][0]) == 2
-    assert pool.run(train, 1, config("half", checkpoint__load_path="latest"))[0][0] == whole
+def pairs_of(folder: Path, tmp_path: Path, records: list[Any], length: int) -> tuple[PreTrainedTokenizerBase, Any]:
+    """Read pairs with a tokenizer that has a chat template. Returns it, and them."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path / "model"), CHATML))
+    path = write_jsonl(tmp_path / "pairs.jsonl", records)
+    config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=length)
+    return tokenizer, read_pairs(config, tokenizer)
 
 
 def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path) -> None:
-    save_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
     prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
     chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
     rejected = messages([("assistant", "What")])
-    path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
-    config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=120)
-    batch = batch_of(read_pairs(config, tokenizer), 120)
+    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    tokenizer, pairs = pairs_of(folder, tmp_path, [record], 120)
+    batch = batch_of(pairs, 120)
     before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     for row, answer in enumerate((chosen, rejected)):
         text = tokenizer.apply_chat_template(prompt + answer, tokenize=False)
@@ -163,10 +147,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_shapes_of_trl_and_openai_are_the_same_pair(folder: Path, tmp_path: Path, shape: str) -> None:
-    save_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path), CHATML))
-    path = write_jsonl(tmp_path / "pairs.jsonl", SHAPES[shape])
-    pairs = read_pairs(config_of(folder, tmp_path, {}, training__seq_length=90, dataset__name=path), tokenizer)
+    tokenizer, pairs = pairs_of(folder, tmp_path, SHAPES[shape], 90)
     assert len(pairs) == len(SHAPES[shape])
     before, end = ("", "<|endoftext|>") if shape == "texts" else ("is", "<|im_end|>\n")
     for rows in pairs:
@@ -185,7 +166,5 @@ def test_all_shapes_of_trl_and_openai_are_the_same_pair(folder: Path, tmp_path: 
     ],
 )
 def test_mistakes_in_the_pairs(folder: Path, tmp_path: Path, record: Any, message: str) -> None:
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(record) + "\n")
-    config = config_of(folder, tmp_path, {}, dataset__name=tmp_path / "pairs.jsonl")
     with pytest.raises(UserError, match=message):
-        read_pairs(config, AutoTokenizer.from_pretrained(folder / "model"))
+        pairs_of(folder, tmp_path, [record], LENGTH)

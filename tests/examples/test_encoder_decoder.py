@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from conformance.oracle import assert_close, make_config, torch_adamw, with_exact_norms
+from conformance.oracle import assert_close, make_config, with_exact_norms
 from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
@@ -15,6 +15,7 @@ from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.examples import train_reference
 from workbench.schedules.schedules import build, forward_only
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
@@ -77,19 +78,10 @@ def train(name: str, pp: int) -> tuple[list[float], Any, Any]:
 
 def expected_training() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     model = oracle(model_config())
-    parameters = list(model.parameters())
-    optimizer = torch_adamw(parameters, TRAINING)
-    losses, gradients = [], {}
-    for _ in range(STEPS):
-        loss = loss_of(model, batch())
-        loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(loss_of(model, batch()).item())
-    return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+    loss_of(model, batch()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    records, weights = train_reference(model, TRAINING, STEPS, lambda: {"loss": loss_of(model, batch())})
+    return [*(record["loss"] for record in records), loss_of(model, batch()).item()], gradients, weights
 
 
 @pytest.mark.processes

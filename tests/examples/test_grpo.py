@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig
 
 from conformance.fuzz.chat_templates import CHATML, TOOLS
-from conformance.oracle import assert_close, our_model, with_exact_norms
+from conformance.oracle import assert_close, our_model
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
-from tests.support.examples import make_trainer, results, save_model, save_weights
+from tests.support.examples import load, make_trainer, results, save_model, save_weights
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion
@@ -53,15 +53,10 @@ def test_the_toy_starts_in_any_folder(tmp_path: Path, monkeypatch: pytest.Monkey
         read_config([])
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     """So generation and training compute the same log-probabilities. After an update, they differ."""
-    words = words_of(
-        tmp_path, 4, training__eval_frequency=3, checkpoint__save_frequency=3
-    )  # due during the second round
+    due = {"training__eval_frequency": 3, "checkpoint__save_frequency": 3}  # during the second round
+    words = words_of(tmp_path, 4, **due)
     records = pool.run(run, 4, ["--toy", *words])[0]
     assert [record["step"] for record in records] == [2, 4]
     assert (tmp_path / "step_00000004").exists()
@@ -81,12 +76,9 @@ def test_divergence_and_completions_are_those_of_transformers(pool: WorkerPool, 
     keys |= {"distributed__dp_size": 1, "distributed__pp_size": 2}
     words = [*words_of(tmp_path / "run", 2, **keys), "--beta", "0.5", "--updates", "1"]
     records = pool.run(run, 2, [*words, "--reward", f"{TOY}/rewards.py:correct"])[0]
-    models = (
-        with_exact_norms(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))
-        for folder in (tmp_path / "run/step_00000001", start)
-    )
-    model, reference = models
-    tokenizer, lines = AutoTokenizer.from_pretrained(start), lines_of(tmp_path / "run/completions.jsonl")
+    model, reference = load(tmp_path / "run/step_00000001"), load(start)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    lines = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1] * 32 + [2] * 32
     assert all(line["reward"] == correct(line["prompt"], line["completion"]) for line in lines)
     rewards = torch.tensor([line["reward"] for line in lines[32:]], dtype=torch.float64).view(2, 16)
@@ -135,7 +127,7 @@ def test_loss_is_that_of_each_sample_alone() -> None:
 
 
 def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_path: Path) -> None:
-    tokenizer = with_template(save_model(tmp_path / "model"), TOOLS + CHATML)
+    with_template(save_model(tmp_path / "model"), TOOLS + CHATML)
     (tmp_path / "rewards.py").write_text(
         "def score(prompt, completion, answer, tools=()): return 10 * (completion == answer) + len(prompt)"
     )
@@ -146,7 +138,6 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     keys |= {"distributed__dp_size": 1}
     config, options = read_config([*words_of(tmp_path, 2, **keys), "--reward", str(tmp_path / "rewards.py:score")])
     task = read_task(config, options)
-    assert tokenizer == str(tmp_path / "model")
     text = task.encoder.decode(task.prompts[0].tokens)
     assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert task.prompts[2].tokens == Encoder.read(tmp_path / "model").encode_messages(prompt, tools)

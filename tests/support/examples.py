@@ -1,15 +1,18 @@
 """Runs of the programs in examples/, in tests: a model to start from, and their records and weights in any layout."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
-from conformance.oracle import our_model, tiny_llama
+from conformance.oracle import our_model, tiny_llama, torch_adamw, with_exact_norms
 from conformance.training import CPU, all_stages
+from picotron.config import Training
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.samples import write_tokenizer
@@ -36,6 +39,29 @@ def words(layout: dict[str, int], batch: int, **keys: Any) -> list[str]:
     keys |= {"training__micro_batch_size": batch // (2 * sizes["dp_size"]), "training__gradient_accumulation_steps": 2}
     keys |= {"model__dtype": "float64"}
     return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+
+
+def load(folder: Path | str) -> Any:
+    """Load a model with transformers, in float64."""
+    return with_exact_norms(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))
+
+
+def train_reference(
+    model: nn.Module, training: Training, steps: int, statistics: Callable[[], dict[str, Tensor]]
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train with torch's AdamW on the mean of the "loss" that `statistics` computes before each step. Returns the means
+    of all statistics, and the weights at the end.
+    """
+    parameters, records = list(model.parameters()), list[dict[str, float]]()
+    optimizer = torch_adamw(parameters, training)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        means = {name: each.double().mean() for name, each in statistics().items()}
+        means["loss"].backward()
+        nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or math.inf)
+        optimizer.step()
+        records.append({name: each.item() for name, each in means.items()})
+    return records, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def make_trainer(config: Any, data: Data, frozen: Callable[[str], bool] = lambda name: False) -> Trainer:
