@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from workbench.explain.fake_group import fake_rank
 from workbench.prepare.tokens import train_bpe
 from workbench.sweep.jobs import Job
 
-STARTS_PROCESSES = {"pool", "home", "checkpoint_at_step_5"}  # fixtures
+STARTS_PROCESSES = {"pool", "home", "run", "checkpoint_at_step_5"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
 SPREAD = ("test_all_commands_print_the_output_on_the_page", "test_random_cases_equal_transformers")
 may_start_processes = True
@@ -118,7 +119,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def checkpoint_at_step_5(pool: WorkerPool, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(pool: WorkerPool, tokenizer: Path) -> checkpoints.Run:
+    """Function that trains in the pool: `checkpoints.run` of a config and a model's config."""
+    return functools.partial(checkpoints.run, pool, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_at_step_5(run: checkpoints.Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Function that returns the checkpoint of step 5 of a layout, with tied or untied embeddings; written once."""
     folders: dict[Any, Path] = {}
 
@@ -126,7 +133,7 @@ def checkpoint_at_step_5(pool: WorkerPool, tokenizer: Path, tmp_path_factory: py
         if (number, tied) not in folders:
             folder = folders[number, tied] = tmp_path_factory.mktemp("checkpoint")
             config = checkpoints.first_half(folder, checkpoints.LAYOUTS[number])
-            checkpoints.run(pool, config, checkpoints.model_of(tied), tokenizer)
+            run(config, checkpoints.model_of(tied))
         return folders[number, tied] / "step_00000005"
 
     return checkpoint

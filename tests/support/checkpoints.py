@@ -1,6 +1,7 @@
 """Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from workbench.pipelines.engine import plan_pipeline
 from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.variants.choose import build_model
 
+Run = Callable[..., dict[str, Any]]  # the fixture `run`
 BATCH = 8  # sequences in a global batch, in every layout
 LAYOUTS: list[dict[str, Any]] = [{}, {"dp_size": 2, "pp_size": 2, "tp_size": 2}]
 
@@ -60,7 +62,9 @@ def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[st
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
 
 
-def run(pool: WorkerPool, config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
+def run(pool: WorkerPool, tokenizer: Path, config: Config, model_config: LlamaConfig | None = None) -> dict[str, Any]:
+    """Train in a pool, by default a model with untied embeddings. Returns the results of rank 0, see `train`."""
+    model_config = model_config or model_of(False)
     return pool.run(train, config.distributed.world_size, config, model_config, tokenizer)[0]
 
 

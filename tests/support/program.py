@@ -4,23 +4,25 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 
 
-def run(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py`, with environment variables."""
-    environment = {**os.environ, "HOME": str(home), **variables}
-    return subprocess.run(
-        [sys.executable, "train.py", "--config", "template/base_config.json", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
+def run(
+    home: Path, *arguments: str, command: Sequence[str] = (sys.executable, "train.py"), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python train.py` or another command in a session of its own, with environment variables."""
+    words, environment = (
+        [*command, "--config", "template/base_config.json", *arguments],
+        {"HOME": str(home), **variables},
     )
+    return subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | environment, timeout=240, check=False,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:

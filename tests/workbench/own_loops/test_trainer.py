@@ -9,24 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaConfig
 
 from conformance.oracle import (
     assert_close,
     make_config,
     oracle_model,
-    oracle_training,
     our_model,
     random_rows,
-    random_tokens,
     tiny_llama,
 )
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
-from tests.support.examples import make_trainer, results, save_weights
+from tests.support.examples import make_trainer, save_weights
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
     Data,
@@ -47,11 +44,10 @@ def config_of(folder: Path, model: LlamaConfig | None = None, **keys: Any) -> Co
 def train_twice(*configs: Config) -> list[float]:
     """Train in one process as in a notebook: with `set_up`, and again."""
     dist.destroy_process_group()
-    batch = {"input_ids": torch.arange(64).view(4, 16) % 61, "target_ids": torch.arange(1, 65).view(4, 16) % 61}
     losses = []
     for config in configs:
-        with set_up(config, Data()) as trainer:
-            losses += [trainer.train(trainer.split(batch))["loss"] for _ in trainer.steps()]
+        with set_up(config, Data("", None, random_rows(config))) as trainer:
+            losses += [trainer.train(trainer.next_batches())["loss"] for _ in trainer.steps()]
     return losses
 
 
@@ -61,43 +57,7 @@ def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: P
     rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
     (losses,) = pool.run(train_twice, 1, half, rest, again)
     assert losses[:4] == losses[4:]
-
-
-def is_frozen(name: str) -> bool:
-    return name == "model.norm.weight" or "layers.1.self_attn.q_proj" in name
-
-
-def train_with_frozen(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    trainer = make_trainer(config, Data("", None, random_rows(config)), is_frozen)
-    for _ in trainer.steps():
-        trainer.log(trainer.train(trainer.next_batches()))
-    return results(trainer)
-
-
-def resume_without_frozen(config: Config) -> None:
-    with pytest.raises(UserError, match=r"q_proj.weight was frozen in|norm.weight was frozen in"):
-        make_trainer(config, Data("", None, random_rows(config)))
-
-
-def test_frozen_parameters_stay_frozen_when_a_run_resumes_in_other_layouts(pool: WorkerPool, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {
-        "dataset__shuffle": False,
-        "checkpoint__save_frequency": 2,
-        "training__total_train_steps": 6,
-        "checkpoint__load_path": "latest",
-    }
-    for number, layout in enumerate([{"dp_size": 2, "dp_engine": "zero1"}, {"pp_size": 2}, {"tp_size": 2}]):
-        keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1)}
-        end = {"training__max_tokens": (number + 1) * 2 * 4 * 16} if number < 2 else {}
-        config = config_of(tmp_path, **layout, **keys, **end)
-        assert config.global_batch_size == 4
-        records, weights = pool.run(train_with_frozen, 2, config)[0]
-    expected = oracle_training(config, tiny_llama(), random_tokens(), frozen=is_frozen)
-    assert_close([record["loss"] for record in records], expected["losses"])
-    assert_close([record["grad_norm"] for record in records], expected["grad_norms"])
-    for name, weight in expected["weights"].items():
-        assert_close(weights[name], weight, what=name)
-    pool.run(resume_without_frozen, 2, config)
+    assert len(set(losses)) == 4
 
 
 def freeze_and_stop(config: Config) -> None:
@@ -117,8 +77,16 @@ def freeze_and_stop(config: Config) -> None:
         trainer.train(trainer.split(batch), lambda *args: (cross_entropy(*args), 1, {"grad_norm": 1.0}))
 
 
+def resume_with_all(config: Config) -> None:
+    make_trainer(config, Data(), lambda name: "lm_head" not in name)
+    with pytest.raises(UserError, match="weight was frozen in"):
+        make_trainer(config, Data())
+
+
 def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(freeze_and_stop, 1, config_of(tmp_path, training__lr_scheduler="constant", training__warmup_steps=0))
+    keys: dict[str, Any] = {"training__lr_scheduler": "constant", "training__warmup_steps": 0}
+    pool.run(freeze_and_stop, 1, config_of(tmp_path, **keys))
+    pool.run(resume_with_all, 2, config_of(tmp_path, **keys, pp_size=2, checkpoint__load_path="latest"))
     assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
 

@@ -8,7 +8,6 @@ import pytest
 
 from conformance.oracle import tiny_llama
 from conformance.training import layout_name, pipeline_config
-from picotron.config import Config
 from tests.support.nccl_programs import record
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import parse_action
@@ -41,16 +40,18 @@ LAYOUTS: list[dict[str, Any]] = [  # with several groups
 
 
 EXPERTS: list[dict[str, Any]] = [
-    {"dp_size": 4, "ep_size": 2},
-    {"pp_size": 2, "tp_size": 2, "dp_size": 2, "ep_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
-    {"dp_size": 4, "ep_size": 2, "dp_engine": "zero3", "training__activation_checkpointing": "full"},
+    {"dp_size": 4},
+    {"pp_size": 2, "tp_size": 2, "dp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
+    {"dp_size": 4, "dp_engine": "zero3", "training__activation_checkpointing": "full"},
 ]
 
 
-def recorded(config: Config, tied: bool = False) -> list[Program]:
+def recorded(layout: dict[str, Any], micro_batches: int, family: str = "llama", tied: bool = False) -> list[Program]:
     """Record a step and an evaluation of a model with one layer per stage, at least two."""
+    keys = {"pp_engine": "1f1b", "pp_size": 1, "training__eval_steps": 1} | layout
+    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), micro_batches, **keys)
     layers = max(2, training_schedule(config).num_stages)
-    return record(config, tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied))
+    return record(config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied))
 
 
 def pipeline(folder: Path, engine: str, pp: int, micro_batches: int, chunks: int | None = None) -> list[Program]:
@@ -59,14 +60,7 @@ def pipeline(folder: Path, engine: str, pp: int, micro_batches: int, chunks: int
         file = folder / f"{pp} {micro_batches}.csv"
         file.write_text(as_csv(build(engine.removeprefix("executor "), pp, micro_batches).programs))
         engine = f"csv:{file}"
-    return recorded(pipeline_config(engine, pp, micro_batches, pp_chunks=chunks, training__eval_steps=1))
-
-
-def several_groups(layout: dict[str, Any], micro_batches: int = 3) -> list[Program]:
-    """Record a layout. The embeddings are tied, so the ends of a pipeline form another group."""
-    keys = {"pp_engine": "1f1b", "pp_size": 1} | layout
-    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), micro_batches, training__eval_steps=1, **keys)
-    return recorded(config, tied=True)
+    return recorded({"pp_engine": engine, "pp_size": pp, "pp_chunks": chunks}, micro_batches)
 
 
 def assert_finishes(programs: list[Program]) -> None:
@@ -82,7 +76,8 @@ def test_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> No
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
-    programs = several_groups(layout)
+    """The embeddings are tied, so the ends of a pipeline form another group."""
+    programs = recorded(layout, 3, tied=True)
     assert_finishes(programs)
     # With ZeRO-3, gradients are reduced while messages of a pipeline are in flight.
     assert max(map(most_in_flight, programs)) <= (4 if layout.get("dp_engine") == "zero3" else 3)
@@ -90,9 +85,7 @@ def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", EXPERTS, ids=layout_name)
 def test_steps_with_experts_finish(layout: dict[str, Any]) -> None:
-    keys = {"pp_engine": "1f1b", "pp_size": 1} | layout
-    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), 3, training__eval_steps=1, **keys)
-    assert_finishes(record(config, tiny_llama("mixtral", num_hidden_layers=4)))
+    assert_finishes(recorded(layout | {"ep_size": 2}, 3, "mixtral"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

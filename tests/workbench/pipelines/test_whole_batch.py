@@ -60,12 +60,7 @@ def steps(name: str) -> dict[str, Any]:
 
     stage = stages_and_batch(1)[0][rank]
     specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
-    schedule = ScheduleGPipe(
-        PipelineStage(stage, rank, 2, CPU),
-        M,
-        F.mse_loss,
-        kwargs_chunk_spec=specs,
-    )
+    schedule = ScheduleGPipe(PipelineStage(stage, rank, 2, CPU), M, F.mse_loss, kwargs_chunk_spec=specs)
     theirs: list[Tensor] = []
     output = schedule.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)
     right = {"output": output, "losses": theirs, "gradients": [p.grad for p in stage.parameters()]}
@@ -84,22 +79,6 @@ def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -
     assert_close(last["found"]["output"], last["right"]["output"])
     assert_close(last["found"]["evaluation"], last["right"]["output"])
     assert_close(last["found"]["joined along T"], torch.cat(last["right"]["output"].chunk(M), 1))
-
-
-def uneven() -> None:
-    setup_process_group_manager(1, 1, 2, 1)
-    stages, x, target, batch = stages_and_batch(1)
-    schedule = build("1f1b", 2, M)
-    model = DataParallelBucket(Pipeline(dict(enumerate(stages)), lambda *_: x, schedule))
-    step = WholeBatchStep(schedule, model, CPU, F.mse_loss, {"mask": None})
-    with pytest.raises(
-        UserError, match="argument 'scale' has 5 elements in dimension 0, which cannot be divided into 3"
-    ):
-        step(x, target=target, **batch)
-
-
-def test_an_argument_that_cannot_be_divided_is_an_error(pool: WorkerPool) -> None:
-    pool.run(uneven, 2)
 
 
 class DictStage(Stage):
@@ -123,6 +102,8 @@ def of_other_kinds() -> Any:
     gradients = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
     with pytest.raises(UserError, match="should be a list"):
         step(x, target=target, losses=(), **batch)
+    with pytest.raises(UserError, match="'scale' has 5 elements in dimension 0, which cannot be divided into 3"):
+        WholeBatchStep(schedule, model, CPU, None, {"mask": None})(x, **batch)
     only_outputs = WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch)
     return found, gradients, only_outputs
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.console import UserError
+from tests.support.samples import write_jsonl
 from workbench.prepare.documents import python_stdlib
 from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
 
@@ -80,19 +82,21 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
         ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
         ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
         ({"model__tokenizer": "FOLDER"}, "cannot load a tokenizer from"),
-        ({"model__tokenizer": "TOKENIZER"}, "has 300 tokens, but the model's vocab_size is 61"),
+        ({"model__tokenizer": "TOKENIZER", "vocab_size": 61}, "has 300 tokens, but the model's vocab_size is 61"),
+        # transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer
+        ({"model__tokenizer": "TOKENIZER", "family": "qwen2"}, "of a 'qwen2' model as another"),
     ],
 )
 def test_tokenising_rejects_bad_data_sets_and_tokenizers(
-    tmp_path: Path, tokenizer: str, changes: dict[str, str], message: str
+    tmp_path: Path, tokenizer: str, changes: dict[str, Any], message: str
 ) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    (folder / "good.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    changes = {k: v.replace("FOLDER", str(folder)).replace("TOKENIZER", tokenizer) for k, v in changes.items()}
-    config = make_config(**{"training__num_samples": 2} | changes)  # type: ignore[arg-type]
+    (folder := tmp_path / "files").mkdir()
+    write_jsonl(folder / "good.jsonl", [{"text": text} for text in TEXTS])
+    model = {"family": "llama", "vocab_size": 300} | {key: changes[key] for key in changes if "__" not in key}
+    keys = {key: changes[key].replace("FOLDER", str(folder)) for key in changes if "__" in key}
+    keys = {key: value.replace("TOKENIZER", tokenizer) for key, value in keys.items()}
     with pytest.raises(UserError, match=message) as error:
-        load_tokens(config, tiny_llama(vocab_size=61 if "61" in message else 300))
+        load_tokens(make_config(training__num_samples=2, **keys), tiny_llama(**model))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -151,26 +155,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> N
     assert "Tokenising: 100%" in result.stderr
 
 
-def test_tokenizer_that_transformers_would_read_as_another_one_is_rejected(tmp_path: Path) -> None:
-    """transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer."""
-    train_bpe(iter(TEXTS), 300).save_pretrained(tmp_path / "bpe")
-    config = make_config(model__tokenizer=str(tmp_path / "bpe"), training__num_samples=30)
-    write_tokens(config, tiny_llama("qwen3", vocab_size=300))
-    with pytest.raises(UserError, match="of a 'qwen2' model as another"):
-        write_tokens(config, tiny_llama("qwen2", vocab_size=300))
-
-
-def test_a_changed_tokenizer_has_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenizer = train_bpe(iter(["def f(x): return x"]), 260)
-    folders = [tokenizer_folder(tokenizer)]
-    tokenizer.chat_template = "{{ messages }}"
-    folders.append(tokenizer_folder(tokenizer))
-    assert len(set(folders)) == 2
-    assert PreTrainedTokenizerFast.from_pretrained(folders[-1]).chat_template == "{{ messages }}"
-
-
-def test_tokenizers_that_differ_in_the_text_of_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
+def test_tokenizers_that_differ_in_the_template_or_in_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
+    folders = [tokenizer_folder(plain := PreTrainedTokenizerFast.from_pretrained(tokenizer))]
+    plain.chat_template = "{{ messages }}"
+    folders.append(tokenizer_folder(plain))
+    assert folders[0] != folders[1]
+    assert PreTrainedTokenizerFast.from_pretrained(folders[1]).chat_template == "{{ messages }}"
     split = [PreTrainedTokenizerFast.from_pretrained(tokenizer, split_special_tokens=value) for value in (False, True)]
     assert len({_identity(each) for each in split}) == 2
     assert split[0](f"a{END_OF_TEXT}")["input_ids"] != split[1](f"a{END_OF_TEXT}")["input_ids"]

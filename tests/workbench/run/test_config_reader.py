@@ -13,9 +13,7 @@ from workbench.run.config_reader import json_schema, leaf_keys, load_config, par
 # what Hugging Face's picotron has, and this config does not
 OTHER_TRAINERS = {
     "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16, "use_fused_adam": True},
-    "training": {"micro_batch_size": 32, "num_samples": 400000, "max_tokens": None},
     "dataset": {"name": "roneneldan/TinyStories", "subset_name": None, "num_workers": 0, "num_proc": 4},
-    "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
     "environment": {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

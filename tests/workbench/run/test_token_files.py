@@ -137,14 +137,16 @@ def test_mistakes(
         map_token_files(folders[kind], make_config(dataset__name=str(folders[kind]), **keys), MODEL)
 
 
-def load_each(folders: list[Path], trained: Path | None) -> list[str]:
-    """Load folders as their configs' data. Returns the mistakes."""
-    setup_process_group_manager(1, 1, 1, 1)
-    found = []
-    for folder in folders:
+def load_each(hosts: list[list[Path]], trained: Path | None = None) -> list[str]:
+    """Load the folders of this rank's host as their configs' data. Returns the mistakes."""
+    setup_process_group_manager(1, 1, 1, len(hosts))
+    rank, found = dist.get_rank(), []
+    for folder in hosts[rank]:
+        assert has_token_files(folder)
         columns = PROMPTS if (folder / "lengths.int64").exists() else {}
         try:
-            load_token_files(folder, make_config(dataset__name=str(folder), **columns), MODEL, trained)
+            with mock.patch("platform.node", return_value=f"host{rank}"):
+                load_token_files(folder, make_config(dataset__name=str(folder), **columns), MODEL, trained)
             found.append("")
         except UserError as error:
             found.append(str(error))
@@ -162,7 +164,7 @@ def test_random_damage_that_keeps_the_sizes_is_found(
         content = bytearray((path := dice.choice(files)).read_bytes())
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
         path.write_bytes(content)
-    (found,) = pool.run(load_each, 1, [*folders.values(), *copies], None)
+    (found,) = pool.run(load_each, 1, [[*folders.values(), *copies]])
     assert found[:2] == ["", ""]
     assert all(found[2:])
     assert sum("copy the whole folder again" in each for each in found) > 20  # others, by wrong lengths
@@ -174,7 +176,7 @@ def test_tokens_outside_of_the_vocabulary_are_found(pool: WorkerPool, folders: d
     tokens[-2] = 300
     tokens.flush()
     damage(folders["text"], {"digest": ""})
-    (found,) = pool.run(load_each, 1, [folders["text"]], None)
+    (found,) = pool.run(load_each, 1, [[folders["text"]]])
     assert "has the token 300, but the model's vocab_size is 300" in found[0]
 
 
@@ -188,30 +190,15 @@ def test_token_files_of_another_tokenizer_than_the_models_are_found(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(other))
-    assert pool.run(load_each, 1, [folders["text"]], tmp_path / "larger") == [[""]]
-    (found,) = pool.run(load_each, 1, [folders["text"]], tmp_path / "other")
-    assert re.search(
-        r"token \d+ of the data is '[ab]', but the model .* was trained with a tokenizer in which it is '[ab]'",
-        found[0],
-    )
-
-
-def load_on_hosts(names: list[str]) -> str:
-    setup_process_group_manager(1, 1, 1, 2)
-    name = names[dist.get_rank()]
-    assert has_token_files(Path(name))
-    with mock.patch("platform.node", return_value=f"host{dist.get_rank()}"):
-        try:
-            load_token_files(Path(name), make_config(dataset__name=name), MODEL)
-        except UserError as error:
-            return str(error)
-    return ""
+    assert pool.run(load_each, 1, [[folders["text"]]], tmp_path / "larger") == [[""]]
+    (found,) = pool.run(load_each, 1, [[folders["text"]]], tmp_path / "other")
+    assert re.search(r"token \d+ of the data is '[ab]', but the model .* a tokenizer in which it is '[ab]'", found[0])
 
 
 def test_hosts_with_different_folders_are_rejected(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
     """Also if one of them has no token files: no rank waits for another one."""
-    shutil.copytree(folders["text"], tmp_path / "other")
-    damage(tmp_path / "other", {"digest": "other"})
-    for other, message in (("other", "host0 and host1 have different tokens or"), ("missing", "cannot read /")):
-        found = pool.run(load_on_hosts, 2, [str(folders["text"]), str(tmp_path / other)])
-        assert all(message in each for each in found), found
+    other, missing = Path(shutil.copytree(folders["text"], tmp_path / "other")), tmp_path / "missing"
+    damage(other, {"digest": "other"})
+    for found in pool.run(load_each, 2, [[folders["text"]] * 2, [other, missing]]):
+        assert "host0 and host1 have different tokens or" in found[0]
+        assert "cannot read /" in found[1]

@@ -1,8 +1,6 @@
 """The whole program, started as a user does."""
 
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,9 +31,7 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
 def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
     """The others wait for it in a collective."""
     failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
-    words = ["--config", "template/base_config.json", *arguments(tmp_path / "run", 4, 1)]
-    command, environment = [sys.executable, failing, *words], {**os.environ, "HOME": str(home)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    result = run(home, *arguments(tmp_path / "run", 4, 1), command=[sys.executable, failing])
     assert result.returncode == 1
     assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
 
@@ -44,10 +40,8 @@ def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_pa
 def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path, name: str, hint: str) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     broken = changed_program(tmp_path, f"os.kill(os.getpid(), signal.{name})", 4)
-    words = ["--config", "template/base_config.json"]
-    words += arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
-    command, environment = [sys.executable, broken, *words], {**os.environ, "HOME": str(home)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    words = arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
+    result = run(home, *words, command=[sys.executable, broken])
     assert result.returncode != 0
     assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
     assert re.search(rf"\[rank 1\] error: the process was ended by {name}, .*{hint}", result.stderr)
@@ -73,8 +67,6 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
         "train.exit_on_error(train.main)\n"
     )
     words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
-    result = subprocess.run(
-        [*TORCHRUN, "2", str(program), "--config", "template/base_config.json", *words],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=True, timeout=240,
-    )  # fmt: skip
+    result = run(home, *words, command=[*TORCHRUN, "2", str(program)])
+    assert result.returncode == 0, result.stderr
     assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1

@@ -1,15 +1,22 @@
-"""create_config.py: which configs it writes, which arguments it rejects, and that the written configs train."""
+"""create_config.py: which configs it writes, into which folders, with which forecasts, and what it rejects."""
 
+import dataclasses
 import itertools
 import json
+import math
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import create_config
+from tests.support.jobs import SHELL_SYNTAX
+from workbench.explain.hardware import HARDWARE
 from workbench.run.config_reader import load_config
-from workbench.sweep.jobs import find_jobs
+from workbench.sweep.combinations import folder_names
+from workbench.sweep.jobs import Job, find_jobs
 
 BASE: dict[str, Any] = {
     "$schema": "config.schema.json",
@@ -143,3 +150,168 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
     assert configs(folder)["."]["environment"] == {"OMP_NUM_THREADS": "1"}
     assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "hf_secret" not in "".join(capsys.readouterr())
+
+
+# ------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_folder_names_show_only_the_keys_that_vary(tmp_path: Path) -> None:
+    folder = create(tmp_path, "--mbs", 8, "--tp", 1, 4, "--dp", 2, "--training.learning_rate", "1e-3", "3e-4")
+    assert sorted(configs(folder)) == [f"tp{tp}_learning_rate{lr}" for tp in (1, 4) for lr in ("0.0003", "0.001")]
+
+
+def test_folder_names_contain_no_shell_syntax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of the sweep is kept, and quoted in the printed command. Values become distinct words that need no
+    quotes.
+    """
+    values = (SHELL_SYNTAX, SHELL_SYNTAX.upper(), SHELL_SYNTAX + "!", "a/../..", "a/../../", "é")
+    folder = create(tmp_path, "--logging.run_name", *values, exp_name=SHELL_SYNTAX)
+    written = configs(folder)
+    assert [c["logging"]["run_name"] for c in written.values()].count(SHELL_SYNTAX) == 1
+    assert len({name.lower() for name in written}) == 6
+    assert {path.parent for path in (tmp_path / "out").rglob("config.json")} == {folder / name for name in written}
+    for name in written:
+        assert shlex.quote(name) == name
+        assert load_config(["--config", f"{folder}/{name}/config.json"]).checkpoint.save_dir == f"{folder}/{name}/run"
+    python, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert Path(python).samefile(sys.executable)
+    assert words == ["submit_slurm_jobs.py", "--inp_dir", str(folder), "--local"]
+
+
+def test_different_combinations_have_different_folder_names() -> None:
+    values = ["1", "1_b2", "2", "1-b2", "1 b2", "x" * 300, "x" * 299, "", " "]
+    names = folder_names([{"logging.run_name": a, "dataset.name": b, "model.name": b} for a in values for b in values])
+    assert len(set(names)) == len(values) ** 2
+    assert names[0].startswith("run_name1_dataset_name1_model_name1")
+    assert max(map(len, names)) < 200
+
+
+def test_existing_configs_are_never_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = create(tmp_path, "--tp", 1, 2)
+    first = Job(folder / "tp1", "tp1")
+    (first.run_folder).mkdir()
+    (first.run_folder / "metrics.jsonl").write_text("metrics of the first config\n")
+    first.set_status("completed")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+    def unchanged() -> bool:
+        return before.items() <= {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before if p.exists()}.items()
+
+    create(tmp_path, "--tp", 1, 2, 4)
+    assert f"3 configs in {folder}: 1 written, 2 unchanged" in capsys.readouterr().out
+    assert unchanged()
+    message = error_message(tmp_path, "--tp", 1, 2, 8, "--training.seed", 5)
+    assert f"2 existing configs differ from the new ones, such as {folder}/tp1/config.json; choose another" in message
+    assert unchanged()
+    assert not (folder / "tp8").exists()
+    first.set_status("running")
+    assert "is running; cancel it" in error_message(tmp_path, "--tp", 1, 2, "--training.seed", 5, "--overwrite")
+    first.set_status("completed")
+
+    create(tmp_path, "--tp", 1, 2, "--training.seed", 5, "--overwrite")
+    assert first.status == "init"
+    assert sorted(path.name for path in first.folder.iterdir()) == ["config.json", "earlier.1"]
+    for path, (content, _) in before.items():
+        if path.parts[-2] != "tp4":
+            moved = folder / path.relative_to(folder).parts[0] / "earlier.1" / Path(*path.relative_to(folder).parts[1:])
+            assert moved.read_bytes() == content
+    assert all(c["training"]["seed"] == 5 for name, c in configs(folder).items() if name != "tp4")
+
+
+def test_sweep_and_single_run_cannot_share_a_folder(tmp_path: Path) -> None:
+    create(tmp_path, "--tp", 1, 2)
+    assert "already holds a sweep" in error_message(tmp_path, "--tp", 1)
+    folder = create(tmp_path, "--tp", 1, exp_name="one")
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text("{}")
+    create(tmp_path, "--tp", 1, exp_name="one")
+    assert "already holds a single run" in error_message(tmp_path, "--tp", 1, 2, exp_name="one")
+
+
+# ----------------------------------------------------------------------------------------------------------- forecasts
+
+EIGHT = ("--world_size", 8, "--global_batch_size", 16, "--hardware", "H100")
+
+
+def forecasts(folder: Path) -> dict[str, dict[str, Any]]:
+    return {job.name: json.loads(job.forecast_file.read_text()) for job in find_jobs(folder)}
+
+
+def test_best_writes_the_fastest_layouts_with_their_forecasts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = create(tmp_path, *EIGHT, "--best", 3, "--mbs", 1, "--distributed.dp_engine", "bucket")
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] and line.split()[0] in configs(folder)]
+    assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
+    expected = [forecasts(folder)[row[0]]["step_time"] for row in rows]
+    assert expected == sorted(expected)
+    layouts = set()
+    for data in configs(folder).values():
+        layout = data["distributed"]
+        sizes = [layout[f"{axis}_size"] for axis in ("dp", "pp", "cp", "tp")]
+        assert math.prod(sizes) == 8
+        layouts.add((*sizes, layout["pp_engine"]))
+        assert not layout["use_cpu"]
+        assert layout["sequence_parallel"] == (layout["tp_size"] > 1)
+        assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
+    assert len(layouts) == len(expected) == 3
+    every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
+    assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
+
+
+def test_best_without_hardware_measures_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {"this": dataclasses.replace(HARDWARE["H100"], name="my processor", cores=2)}
+    monkeypatch.setattr(create_config, "find_hardware", lambda name, config: measured[name])
+    folder = create(tmp_path, "--world_size", 2, "--global_batch_size", 8, "--best", 2)
+    assert "on my processor" in capsys.readouterr().out
+    assert [data["distributed"]["use_cpu"] for data in configs(folder).values()] == [True, True]
+
+
+def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The template is for CPUs, in float32; a config or a flag of the user's can say otherwise."""
+    words = ["--world_size", 8, "--global_batch_size", 32, "--seq_len", 2048, "--model_name", "docs/llama-3.1-8b"]
+    words += ["--hardware", "H100", "--tp", 1, 2, "--pp", 1, "--cp", 1, "--mbs", 1, "--distributed.dp_engine", "zero3"]
+
+    def plan(name: str, *more: str) -> tuple[list[float], str]:
+        arguments = ["--out_dir", str(tmp_path), "--exp_name", name, "--best", "2", *words, *more]
+        create_config.main(list(map(str, arguments)))
+        times = [each["step_time"] for each in forecasts(tmp_path / name).values()]
+        assert all(config["distributed"]["use_cpu"] is False for config in configs(tmp_path / name).values())
+        return sorted(times), capsys.readouterr().out
+
+    times, output = plan("default")
+    assert "Forecast in bfloat16 on NVIDIA H100 80GB HBM3:" in output
+    own, output = plan("own", "--config", "template/base_config.json")
+    assert "Forecast in float32 on NVIDIA" in output
+    assert own[0] > 5 * times[0]
+    same, _ = plan("same", "--config", "template/base_config.json", "--model.dtype", "bfloat16", "--use_cpu", "false")
+    assert same == times
+
+
+def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "A100", "--tp", 1, 2, "--dtype", "bfloat16", "--use_cpu", "false")
+    folder = create(tmp_path, *("--model.dtype" if word == "--dtype" else word for word in words))
+    for name, found in forecasts(folder).items():
+        ranks = int(name.removeprefix("tp"))
+        assert found["step_time"] == pytest.approx(sum(found["seconds"].values()))
+        assert found["tokens_per_second_per_gpu"] * found["step_time"] * ranks == pytest.approx(64)
+        assert 0 < found["mfu"] < 1
+        assert 0 < found["memory_gb"] < 1
+    assert "MFU" in capsys.readouterr().out
+    assert not list(create(tmp_path, "--tp", 1, 2, exp_name="none").glob("*/forecast.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hardware", "H100", "--best", 3), "--world_size and --global_batch_size"),
+        ((*EIGHT[:3], 7, *EIGHT[4:], "--best", 3, "--dp", 8), "no layout of 8 ranks can train"),
+        ((*EIGHT, "--best", 3, "--gib", 0.001), "no layout of 8 ranks fits"),
+    ],
+    ids=str,
+)
+def test_impossible_searches_are_rejected(tmp_path: Path, words: tuple[Any, ...], message: str) -> None:
+    assert message in error_message(tmp_path, *words)

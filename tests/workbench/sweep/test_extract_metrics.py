@@ -23,13 +23,15 @@ def record(step: int, rate: float, loss: float = 5.0, mfu: float | None = None, 
     }  # fmt: skip
 
 
-def job(
-    folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, dp: int = 2, tail: str = ""
-) -> Job:
+def steps(count: int, rate: float = 100.0) -> list[dict[str, Any]]:
+    return [record(i, rate) for i in range(1, count + 1)]
+
+
+def job(folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, tail: str = "") -> Job:
     """Write the files of a job: config.json, and if given, metrics.jsonl (the records and `tail`) and status.txt."""
     new_job = Job(folder, folder.name)
     config = {
-        "distributed": {"dp_size": dp, "tp_size": 2},
+        "distributed": {"dp_size": 2, "tp_size": 2},
         "model": {"name": "template/tiny-llama"},
         "training": {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 16, "total_train_steps": 9},
         "dataset": {"name": "python-stdlib"},
@@ -71,13 +73,10 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Pat
 
 
 def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forecast = {"tokens_per_second_per_gpu": 110.0, "mfu": None, "memory_gb": 0.75, "step_time": 1.0}
-    for name, records in (("measured", [record(i, 100.0) for i in range(1, 6)]), ("waiting", None)):
-        new_job = job(tmp_path / name, records)
-        new_job.forecast_file.write_text(json.dumps(forecast))
-    job(tmp_path / "faster", None).forecast_file.write_text(json.dumps(forecast | {"tokens_per_second_per_gpu": 220.0}))
-    broken = job(tmp_path / "broken", [record(1, 100.0)])
-    broken.forecast_file.write_text("{")
+    for name, records, rate in (("measured", steps(5), 110.0), ("waiting", None, 110.0), ("faster", None, 220.0)):
+        forecast = {"tokens_per_second_per_gpu": rate, "mfu": None, "memory_gb": 0.75, "step_time": 1.0}
+        job(tmp_path / name, records).forecast_file.write_text(json.dumps(forecast))
+    job(tmp_path / "broken", steps(1)).forecast_file.write_text("{")
     rows = extract(tmp_path)
     assert rows["measured"]["forecast_tokens_per_second_per_gpu"] == "110.0"
     assert rows["measured"]["forecast_mfu"] == ""
@@ -89,7 +88,7 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
 
 
 def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
-    records = [record(i, 100.0) for i in range(1, 6)]
+    records = steps(5)
     job(tmp_path / "in_progress", records, "running", tail=json.dumps(record(6, 100.0))[:50])
     job(tmp_path / "begun", records[:2], "running")
     job(tmp_path / "failed", [*records, record(6, 100.0, math.nan)], "fail")
@@ -141,7 +140,7 @@ def test_keys_that_the_sweep_varies_and_the_reason_of_a_failure_are_columns(tmp_
 
 
 def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
-    new_job = job(tmp_path / "again", [record(i, 10.0, 1.0) for i in range(1, 9)], "running")
+    new_job = job(tmp_path / "again", steps(8), "running")
     for number in (1, 2):
         archive = new_job.run_folder / f"earlier.{number}"
         archive.mkdir()
@@ -155,16 +154,11 @@ def test_archived_runs_of_a_job_are_ignored(tmp_path: Path) -> None:
     assert [(row["step"], row["dp"]) for row in rows.values()] == [("8", "7")]
 
 
-def test_run_started_by_hand_has_a_row_without_status(tmp_path: Path) -> None:
-    new_job = job(tmp_path / "quickstart", [record(i, 10.0) for i in range(1, 9)])
+def test_runs_started_by_hand_have_rows_without_status_and_folders_of_models_have_none(tmp_path: Path) -> None:
+    new_job = job(tmp_path / "sizes" / "quickstart", steps(8))
     (new_job.run_folder / "metrics.jsonl").rename(new_job.folder / "metrics.jsonl")
-    for folder in (tmp_path, new_job.folder):
-        row = extract(folder)["quickstart"]
-        assert (row["status"], row["step"], row["dp"]) == ("", "8", "2")
-
-
-def test_folders_of_models_are_no_runs(tmp_path: Path) -> None:
-    job(tmp_path / "sizes" / "tp2", [record(i, 10.0) for i in range(1, 9)], "completed")
     (tmp_path / "arch").mkdir()
     (tmp_path / "arch" / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
-    assert list(extract(tmp_path)) == ["sizes/tp2"]
+    for folder, name in ((tmp_path, "sizes/quickstart"), (new_job.folder, "quickstart")):
+        ((found, row),) = extract(folder).items()
+        assert (found, row["status"], row["step"], row["dp"]) == (name, "", "8", "2")

@@ -20,15 +20,19 @@ from workbench.sweep.jobs import Job
 from workbench.sweep.slurm import SlurmResources, reconcile_status, render, sbatch_command
 
 
+def run_script(job: Job, folder: Path, srun: str, resources: SlurmResources, setup: str = "setup.sh") -> int:
+    """Run the batch script of a job with a program for srun. Returns its exit code."""
+    (folder / setup).write_text(f"srun() {{ {srun}; }}\n")
+    (folder / "job.slurm").write_text(render(job, read_config(job), resources, folder / setup, 77))
+    return subprocess.run(["bash", "job.slurm"], cwd=folder, env={**os.environ, "SLURM_JOB_ID": "15003"}).returncode
+
+
 @pytest.mark.processes
 def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """srun gets every word unchanged, and no part of a name is executed."""
     job = make_job(SHELL_SYNTAX + "\nnext line")
-    setup = tmp_path / f"{SHELL_SYNTAX}.sh"
-    setup.write_text("srun() { printf '%s\\0' \"$@\" > words; }\n")
-    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(2, 4, 8, 0), setup, 77))
-    environment = {**os.environ, "SLURM_JOB_ID": "15003"}
-    subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env=environment, check=True)
+    srun, setup = "printf '%s\\0' \"$@\" > words", f"{SHELL_SYNTAX}.sh"
+    assert run_script(job, tmp_path, srun, SlurmResources(2, 4, 8, 0), setup) == 0
     assert slurm.log_file(job).parent.joinpath("log_15003.out").read_text() == ""
     assert job.status == "completed"
     words = (tmp_path / "words").read_text().split("\0")[:-1]
@@ -61,11 +65,9 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
 def test_batch_script_records_how_the_run_ended(
     make_job: Callable[..., Job], tmp_path: Path, srun: str, code: int, status: str
 ) -> None:
-    job, setup = make_job("job"), tmp_path / "setup.sh"
-    setup.write_text(f"srun() {{ trap '' USR1; {srun}; }}\n")
-    (tmp_path / "job.slurm").write_text(render(job, read_config(job), SlurmResources(1, 1, 1, 0), setup, 77))
-    result = subprocess.run(["bash", "job.slurm"], cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "7"})
-    assert (result.returncode, job.status) == (code, status)
+    job = make_job("job")
+    found = run_script(job, tmp_path, f"trap '' USR1; {srun}", SlurmResources(1, 1, 1, 0))
+    assert (found, job.status) == (code, status)
 
 
 def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Job]) -> None:

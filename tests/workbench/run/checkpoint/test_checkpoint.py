@@ -9,11 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from conformance.oracle import assert_close, with_exact_norms
-from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
+from tests.support.checkpoints import BATCH, LAYOUTS, Run, first_half, model_of, run_config, tensors_of
 from workbench.run.checkpoint import safetensors_folder
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
@@ -49,18 +48,18 @@ def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
     assert len([name for name in files if name.endswith(".safetensors")]) == 3 * 2  # one for each stage
 
 
-def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
     model, layout, dtype = model_of(True), LAYOUTS[1], {"model__dtype": "bfloat16"}
-    whole = run(pool, run_config(tmp_path / "whole", layout, **dtype), model, tokenizer)
-    run(pool, first_half(tmp_path / "run", layout, **dtype), model, tokenizer)
+    whole = run(run_config(tmp_path / "whole", layout, **dtype), model)
+    run(first_half(tmp_path / "run", layout, **dtype), model)
     half = tmp_path / "run" / "step_00000005"
     masters, weights = tensors_of(half, "master"), tensors_of(half, "model")
     assert all(masters[name].to(torch.bfloat16).equal(weight) for name, weight in weights.items())
     assert not any(master.equal(master.bfloat16().float()) for name, master in masters.items() if "proj" in name)
     assert AutoModelForCausalLM.from_pretrained(half).dtype == torch.bfloat16
 
-    result = run(pool, run_config(tmp_path / "run", layout, checkpoint__load_path="latest", **dtype), model, tokenizer)
+    result = run(run_config(tmp_path / "run", layout, checkpoint__load_path="latest", **dtype), model)
     assert result["losses"] == whole["losses"][5:]
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         ours, theirs = (tensors_of(tmp_path / name / "step_00000010", kind) for name in ("run", "whole"))
@@ -69,37 +68,33 @@ def test_bfloat16_checkpoint_preserves_master_weights(pool: WorkerPool, tokenize
     # A negligible learning rate in a different layout: the weights are written as they were read.
     still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
     other = run_config(tmp_path / "other", {"pp_size": 3}, **still | dtype, training__total_train_steps=6)
-    run(pool, other, model, tokenizer)
+    run(other, model)
     again = tensors_of(tmp_path / "other" / "step_00000006", "master")
     assert all(again[name].equal(master) for name, master in masters.items())
 
 
-def test_latest_resumes_and_keep_last_deletes_older_checkpoints(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_latest_resumes_and_keep_last_deletes_older_checkpoints(run: Run, tmp_path: Path) -> None:
     layout, model = {"dp_size": 2}, model_of(False)
     keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 2, "checkpoint__load_path": "latest"}
     (tmp_path / "step_00000004.unfinished").mkdir()  # left behind by a killed run
-    first = run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    first = run(first_half(tmp_path, layout, **keys), model)
     assert len(first["losses"]) == 5  # there was no checkpoint to resume from
     assert list(checkpoint_folders(tmp_path)) == [4, 5]
-    second = run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)
+    second = run(run_config(tmp_path, layout, **keys), model)
     assert list(checkpoint_folders(tmp_path)) == [8, 10]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010"]
-    whole = run(pool, run_config(tmp_path / "whole", layout), model, tokenizer)
+    whole = run(run_config(tmp_path / "whole", layout), model)
     assert first["losses"] + second["losses"] == whole["losses"]
-    third = run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)
+    third = run(run_config(tmp_path, layout, **keys), model)
     assert third["losses"] == []  # training was complete
 
 
-def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 4.0, 10: 5.0}  # step 3 has no checkpoint
     lines = [json.dumps({"step": step, "loss": 1.0, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 1, "checkpoint__keep_best": True}
-    run(pool, run_config(tmp_path, {}, training__eval_frequency=1, **keys), model_of(False), tokenizer)
+    run(run_config(tmp_path, {}, training__eval_frequency=1, **keys))
     assert list(checkpoint_folders(tmp_path)) == [4, 10]
 
 
@@ -111,11 +106,11 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(
     ],
 )
 def test_a_run_resumes_with_other_data_or_batches(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path,
+    run: Run, checkpoint_at_step_5: Any, tmp_path: Path,
     changes: dict[str, Any], samples: int, tokens: int,
 ) -> None:  # fmt: skip
     config = run_config(tmp_path, {}, checkpoint__load_path=str(checkpoint_at_step_5(0, False)), **changes)
-    assert len(run(pool, config, model_of(False), tokenizer)["losses"]) == 5
+    assert len(run(config)["losses"]) == 5
     state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["tokens"]) == (10, samples, tokens)
 

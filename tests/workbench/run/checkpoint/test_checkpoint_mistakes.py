@@ -14,7 +14,7 @@ from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
+from tests.support.checkpoints import Run, mistake, model_of, run_config, warnings_of
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folders
 
@@ -60,9 +60,9 @@ def test_damaged_checkpoints_raise_errors_that_name_the_file(
         assert re.fullmatch(f"{config.checkpoint.load_path}/{file} {expected}.*", message), message
 
 
-def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_latest_skips_damaged_checkpoints(pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
-    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    run(run_config(tmp_path, {}, **keys))
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
     truncate(tmp_path / "step_00000010" / "model.safetensors")
     flip(tmp_path / "step_00000008" / "exp_avg_sq.safetensors", 5000)
@@ -74,9 +74,9 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, tokenizer: Path, tmp
         assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
 
 
-def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
-    run(pool, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)
+    run(run_config(tmp_path, {}, **keys))
     for folder in checkpoint_folders(tmp_path).values():
         (folder / "trainer_state.json").unlink()
     before = sorted(tmp_path.rglob("*"))
@@ -116,13 +116,11 @@ def checkpoint_of_this_machine(*folders: Path) -> str:
     return str(error.value)
 
 
-def test_machines_with_other_checkpoints_of_a_name_are_rejected(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_machines_with_other_checkpoints_of_a_name_are_rejected(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     folders = []
     for seed in (1, 2):
         config = run_config(tmp_path / str(seed), {}, training__seed=seed)
-        run(pool, config, model_of(False), tokenizer)
+        run(config)
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
     assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)

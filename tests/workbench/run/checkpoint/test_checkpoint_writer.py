@@ -18,7 +18,7 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
-from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
+from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train, warnings_of
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter
@@ -114,12 +114,12 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
 @pytest.mark.linux
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_full_disk_raises_the_same_error_on_all_ranks(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path, in_background: bool
+    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path, in_background: bool
 ) -> None:
     """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
     layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
     keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
-    run(pool, first_half(tmp_path, layout, **keys), model, tokenizer)
+    run(first_half(tmp_path, layout, **keys), model)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
     results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer)
     # In the background, the error is raised in one of the next steps, long before the next checkpoint is due.
@@ -127,14 +127,14 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     assert results[0][1] in range(2, 6) if in_background else results[0][1] == 1
     assert f"{tmp_path}/step_00000006 cannot be written: No space left on device" in results[0][0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
-    assert len(run(pool, run_config(tmp_path, layout, **keys), model, tokenizer)["losses"]) == 5
+    assert len(run(run_config(tmp_path, layout, **keys), model)["losses"]) == 5
 
 
 @pytest.mark.parametrize(("frequency", "steps"), [(4, [4, 8, 10]), (0, [10]), (None, [])])
 def test_a_finished_run_has_a_checkpoint_unless_the_config_says_none(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path, frequency: int | None, steps: list[int]
+    run: Run, tmp_path: Path, frequency: int | None, steps: list[int]
 ) -> None:
-    run(pool, run_config(tmp_path, {}, checkpoint__save_frequency=frequency), model_of(False), tokenizer)
+    run(run_config(tmp_path, {}, checkpoint__save_frequency=frequency))
     assert list(checkpoint_folders(tmp_path)) == steps
 
 

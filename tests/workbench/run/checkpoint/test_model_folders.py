@@ -1,4 +1,6 @@
-"""Model folders of other programs, whose tensors may contradict their config; and folders to hand on."""
+"""Model folders of other programs, which may be damaged, or whose tensors may contradict their config; and folders to
+hand on.
+"""
 
 import json
 import logging
@@ -11,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from conformance.oracle import assert_close, make_config, tiny_llama
 from conformance.training import CPU
@@ -20,9 +22,10 @@ from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import first_half, model_of, run, run_config
+from tests.support.checkpoints import Run, first_half, run_config
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import Checkpoint, check_files, read_state
+from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 from workbench.run.model_config import load_model_config
 
 Tensors = dict[str, Tensor]
@@ -125,16 +128,14 @@ def test_contradictions_are_refused_with_the_names_of_tensors(
     assert sentence in first
 
 
-def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run, tmp_path: Path) -> None:
     config = run_config(
         tmp_path / "my run", {"dp_size": 2}, checkpoint__load_path="latest or " + str(tmp_path / "start"),
         dataset__mixture={str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0},
     )  # fmt: skip
-    run(pool, first_half(tmp_path / "first", {}), model_of(False), tokenizer)
+    run(first_half(tmp_path / "first", {}))
     (tmp_path / "first" / "step_00000005").rename(tmp_path / "start")
-    run(pool, config, model_of(False), tokenizer)
+    run(config)
     checkpoint, folder = tmp_path / "my run" / "step_00000010", tmp_path / "model"
     (checkpoint / "model.safetensors").rename(tmp_path / "blob")
     (checkpoint / "model.safetensors").symlink_to("../../blob")  # as in the hub's cache
@@ -170,3 +171,93 @@ def test_a_high_learning_rate_for_trained_weights_is_named(
     weights.state = None  # as of a model's folder
     weights.progress("", make_config(training__learning_rate=rate).training)
     assert ("is high for weights that are trained already" in caplog.text) == warns
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Llama:
+    with torch.device("meta"):
+        model = Llama(tiny_llama(**changes)).to(dtype)
+    materialise(model, CPU, SafetensorsFolder(find_folder(str(folder))).read)
+    return model
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_saved_by_transformers_are_loaded_exactly(tmp_path: Path, tied: bool, shard_size: str) -> None:
+    config = tiny_llama(tie_word_embeddings=tied)
+    theirs = LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "10KB")
+    ours = load(tmp_path, tie_word_embeddings=tied)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+    half = load(tmp_path, torch.bfloat16, tie_word_embeddings=tied).lm_head.weight
+    assert torch.equal(half, theirs.lm_head.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantised_weights_are_not_read_as_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = LlamaForCausalLM(tiny_llama())
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} of .* is in .*; a quantised model has to be dequantised first"):
+        load(tmp_path)
+    save_file(tensors | {name: tensors[name].half()}, tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path).state_dict()[name], tensors[name].half().float())
+
+
+def test_a_folder_with_two_sets_of_weights_is_read_as_transformers_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size in ("1GB", "10KB"):
+        torch.manual_seed(len(size))
+        LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path / size, max_shard_size=size)
+    for path in (tmp_path / "10KB").glob("model*"):
+        path.rename(tmp_path / "1GB" / path.name)
+    (tmp_path / "1GB" / "adapter_config.json").write_text("{}")
+    theirs, ours = LlamaForCausalLM.from_pretrained(tmp_path / "1GB"), load(tmp_path / "1GB")
+    assert torch.equal(theirs.lm_head.weight, ours.lm_head.weight)
+    assert "the adapter in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("breaks", "changes", "message"),
+    [
+        (
+            lambda file: file.rename(file.with_name("pytorch_model.bin")),
+            {},
+            "has no readable model.safetensors .*; only",
+        ),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), {}, "are damaged .*; download or save them again"),
+        (
+            lambda file: (
+                file.rename(file.with_name("other"))
+                .with_name(file.name + ".index.json")
+                .write_text(
+                    json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}})
+                )
+            ),
+            {},
+            "model-00001-of-00002.safetensors is missing or cannot be read",
+        ),
+        (Path.exists, {"vocab_size": 64}, r"has shape \[61, 32\], but the model expects \[64, 32\]"),
+        (
+            Path.exists,
+            {"num_hidden_layers": 4},
+            r"no tensor model\.layers\.3.input_layernorm.weight; of its 30 tensors",
+        ),
+    ],
+)
+def test_folders_that_are_damaged_or_do_not_fit_are_rejected(
+    tmp_path: Path, breaks: Callable[[Path], Any], changes: dict[str, int], message: str
+) -> None:
+    LlamaForCausalLM(tiny_llama()).save_pretrained(tmp_path)
+    breaks(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, **changes)
+
+
+def test_a_name_that_is_nowhere_is_an_error() -> None:
+    with pytest.raises(UserError, match="is not a local folder and cannot be downloaded"):
+        find_folder("nobody/no-such-model")

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
-from tests.support.program import TORCHRUN, arguments, changed_program, metrics
+from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
 from workbench.files import UNFINISHED
 from workbench.run.launch import StopSignals
 from workbench.run.metrics import Metrics, Progress
@@ -125,23 +124,11 @@ def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, nu
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
-def start(home: Path, command: list[str], words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, "--config", "template/base_config.json", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HOME": str(home), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        timeout=240,
-        check=False,
-        start_new_session=True,
-    )
-
-
 def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
     stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
     words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
-    result = start(home, [sys.executable, stopped], words)
+    result = run(home, *words, command=[sys.executable, stopped])
     assert result.returncode == 128 + signal.SIGINT
     assert "Traceback" not in result.stderr
     assert "error" not in result.stderr
@@ -156,7 +143,8 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
 def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path) -> None:
     stopped = changed_program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
     keys = {"distributed.pp_size": 2, "training.total_train_steps": 1000}
-    result = start(home, [*TORCHRUN, "2", stopped], arguments(tmp_path / "run", 1, 4, **keys))
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    result = run(home, *arguments(tmp_path / "run", 1, 4, **keys), command=[*TORCHRUN, "2", stopped], **variables)
     assert result.returncode == 1
     assert "stopped by SIGTERM, without an error" in result.stdout
     assert list(checkpoint_folders(tmp_path / "run")) == [len(metrics(tmp_path / "run"))]
