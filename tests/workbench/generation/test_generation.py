@@ -20,7 +20,7 @@ from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
 
-MODEL = tiny_llama(num_hidden_layers=6, max_position_embeddings=512)
+MODEL = tiny_llama(num_hidden_layers=4, max_position_embeddings=512)
 PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 7, 3, 12, 5, 2, 9)]
 Prompts = list[list[int]]
 
@@ -69,16 +69,12 @@ def expected(prompt: tuple[int, ...], new: int) -> Completion:
 def greedy(sampling: Sampling) -> list[Completion]:
     """Return the completions of PROMPTS, up to the first end token or the maximum length."""
     completions = [expected(tuple(prompt), 70) for prompt in PROMPTS]
-    lengths = [
-        min(
-            [
-                sampling.length(len(prompt)) - len(prompt),
-                *(tokens.index(end) + 1 for end in sampling.ends if end in tokens),
-            ]
-        )
-        for prompt, (tokens, _) in zip(PROMPTS, completions, strict=True)
-    ]
-    return [Completion(each.tokens[:n], each.log_probs[:n]) for each, n in zip(completions, lengths, strict=True)]
+    found = []
+    for prompt, (tokens, log_probs) in zip(PROMPTS, completions, strict=True):
+        ends = (tokens.index(end) + 1 for end in sampling.ends if end in tokens)
+        length = min(sampling.length(len(prompt)) - len(prompt), *ends, 70)
+        found.append(Completion(tokens[:length], log_probs[:length]))
+    return found
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -93,7 +89,10 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
     end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
     samplings = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
     samplings += [Sampling(70, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
-    samplings += [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(100, 2.0, seed=1, ends=(5, 7))]
+    samplings += [
+        Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)),
+        Sampling(40, 2.0, seed=1, ends=(5, 7, 11, 13)),
+    ]
     cases = [(PROMPTS, sampling) for sampling in samplings]
     *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])
     assert_same(few, [expected(tuple(PROMPTS[3]), 6)])  # some groups are empty

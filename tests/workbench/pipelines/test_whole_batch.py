@@ -34,53 +34,6 @@ class Stage(nn.Module):
         return x + scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
 
 
-def stages_and_batch(seed: int) -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
-    torch.manual_seed(seed)
-    stages = [Stage(), Stage()]
-    T, B = 5, 2 * M
-    x, target = torch.randn(2, B, T, D, dtype=torch.float64)
-    return stages, x, target, {"mask": torch.rand(T, T).double().tril(), "scale": torch.rand(T, B).double()}
-
-
-def steps(name: str) -> dict[str, Any]:
-    """Run a step of ours and one of torch's. Returns outputs, losses and gradients of both."""
-    rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
-    stages, x, target, batch = stages_and_batch(1)
-    pipeline = Pipeline(dict(enumerate(stages)), lambda *_: torch.empty_like(x[:2], device="meta"), build(name, 2, M))
-    model = DataParallelBucket(pipeline)
-    dims: dict[str | int, int | None] = {"scale": 1, "mask": None}
-    losses: list[Tensor] = []
-    ours = WholeBatchStep(pipeline.schedule, model, CPU, F.mse_loss, dims)
-    found: dict[str, Any] = {"output": ours(x, target=target, losses=losses, **batch), "losses": losses}
-    found["gradients"] = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
-    evaluation = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims)
-    found["evaluation"] = evaluation(x, target=target, **batch)
-    along = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims, output_dim=1)
-    found["joined along T"] = along(x, target=target, **batch)
-
-    stage = stages_and_batch(1)[0][rank]
-    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
-    schedule = ScheduleGPipe(PipelineStage(stage, rank, 2, CPU), M, F.mse_loss, kwargs_chunk_spec=specs)
-    theirs: list[Tensor] = []
-    output = schedule.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)
-    right = {"output": output, "losses": theirs, "gradients": [p.grad for p in stage.parameters()]}
-    return {"found": found, "right": right}
-
-
-@pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1"])
-def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -> None:
-    first, last = pool.run(steps, 2, name)
-    assert first["found"]["output"] is None
-    assert first["found"]["losses"] == []
-    for rank in (first, last):
-        for gradient, right in zip(rank["found"]["gradients"], rank["right"]["gradients"], strict=True):
-            assert_close(gradient, right)
-    assert_close(torch.stack(last["found"]["losses"]), torch.stack(last["right"]["losses"]).detach())
-    assert_close(last["found"]["output"], last["right"]["output"])
-    assert_close(last["found"]["evaluation"], last["right"]["output"])
-    assert_close(last["found"]["joined along T"], torch.cat(last["right"]["output"].chunk(M), 1))
-
-
 class DictStage(Stage):
     """A last stage with outputs of several kinds, as models of Hugging Face have."""
 
@@ -89,35 +42,75 @@ class DictStage(Stage):
         return {"logits": y, "both": (y * 2, None), "sum": y.sum()}
 
 
-def of_other_kinds() -> Any:
+def stages_and_batch() -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    stages = [Stage(), Stage()]
+    T, B = 5, 2 * M
+    x, target = torch.randn(2, B, T, D, dtype=torch.float64)
+    return stages, x, target, {"mask": torch.rand(T, T).double().tril(), "scale": torch.rand(T, B).double()}
+
+
+def steps(name: str) -> dict[str, Any]:
+    """Run steps of ours, also one whose outputs are of several kinds, and one of torch's. Returns outputs, losses and
+    gradients.
+    """
     rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
-    stages, x, target, batch = stages_and_batch(1)
-    last = DictStage()
+    stages, x, target, batch = stages_and_batch()
+    schedule, dims = build(name, 2, M), {"scale": 1, "mask": None}
+
+    def model_of(first: nn.Module, last: nn.Module) -> DataParallelBucket:
+        receives = torch.empty_like(x[:2], device="meta")
+        return DataParallelBucket(Pipeline({0: first, 1: last}, lambda *_: receives, schedule))
+
+    def gradients() -> list[Tensor]:
+        return [main_grad(each).clone() for each in model.module.stages[str(rank)].parameters()]
+
+    model: Any = model_of(stages[0], last := DictStage())
     last.load_state_dict(stages[1].state_dict())
-    schedule = build("1f1b", 2, M)
-    pipeline = Pipeline({0: stages[0], 1: last}, lambda *_: torch.empty_like(x[:2], device="meta"), schedule)
-    model, dims = DataParallelBucket(pipeline), {"scale": 1, "mask": None}
     step = WholeBatchStep(schedule, model, CPU, lambda y, target: F.mse_loss(y["logits"], target), dims)
-    found = step(x, target=target, **batch)
-    gradients = [main_grad(each).clone() for each in pipeline.stages[str(rank)].parameters()]
+    kinds = [step(x, target=target, **batch), WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch)]
+    kinds_gradients = gradients()
     with pytest.raises(UserError, match="should be a list"):
         step(x, target=target, losses=(), **batch)
     with pytest.raises(UserError, match="'scale' has 5 elements in dimension 0, which cannot be divided into 3"):
         WholeBatchStep(schedule, model, CPU, None, {"mask": None})(x, **batch)
-    only_outputs = WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch)
-    return found, gradients, only_outputs
+    model.close()
+
+    model, losses = model_of(*stages), list[Tensor]()
+    ours = WholeBatchStep(schedule, model, CPU, F.mse_loss, dims)
+    found: dict[str, Any] = {"output": ours(x, target=target, losses=losses, **batch), "losses": losses}
+    found["gradients"] = gradients()
+    evaluation = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims)
+    found["evaluation"] = evaluation(x, target=target, **batch)
+    along = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims, output_dim=1)
+    found["joined along T"] = along(x, target=target, **batch)
+
+    stage = stages_and_batch()[0][rank]
+    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
+    gpipe = ScheduleGPipe(PipelineStage(stage, rank, 2, CPU), M, F.mse_loss, kwargs_chunk_spec=specs)
+    theirs: list[Tensor] = []
+    output = gpipe.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)
+    right = {"output": output, "losses": theirs, "gradients": [p.grad for p in stage.parameters()]}
+    return {"found": found, "right": right, "kinds": kinds, "kinds_gradients": kinds_gradients}
 
 
-def test_outputs_of_any_kind_are_joined_and_a_loss_is_not_needed(pool: WorkerPool) -> None:
-    stages, x, target, batch = stages_and_batch(1)
-    y = stages[1](stages[0](x, **batch), **batch)
-    F.mse_loss(y, target).backward()
-    first, (outputs, _, again) = pool.run(of_other_kinds, 2)
-    assert first[0] is None
-    for gradient, parameter in zip(first[1], stages[0].parameters(), strict=True):
-        assert_close(gradient, parameter.grad)
-    for found in (outputs, again):
-        assert_close(found["logits"], y.detach())
-        assert_close(found["both"][0], 2 * y.detach())
-        assert_close(found["sum"], torch.stack([part.sum() for part in y.detach().chunk(M)]))
-    assert outputs["both"][1] is None
+@pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1"])
+def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -> None:
+    first, last = pool.run(steps, 2, name)
+    assert first["found"]["output"] is None
+    assert first["found"]["losses"] == []
+    for rank in (first, last):
+        for found in (rank["found"]["gradients"], rank["kinds_gradients"]):
+            for gradient, right in zip(found, rank["right"]["gradients"], strict=True):
+                assert_close(gradient, right)
+    assert_close(torch.stack(last["found"]["losses"]), torch.stack(last["right"]["losses"]).detach())
+    assert_close(last["found"]["output"], last["right"]["output"])
+    assert_close(last["found"]["evaluation"], last["right"]["output"])
+    assert_close(last["found"]["joined along T"], torch.cat(last["right"]["output"].chunk(M), 1))
+    assert first["kinds"] == [None, None]
+    y = last["right"]["output"].detach()
+    for found in last["kinds"]:
+        assert_close(found["logits"], y)
+        assert_close(found["both"][0], 2 * y)
+        assert found["both"][1] is None
+        assert_close(found["sum"], torch.stack([part.sum() for part in y.chunk(M)]))

@@ -24,13 +24,7 @@ def rows(config: Config, steps: int, start: int) -> list[list[int]]:
     """Return the first input token of each row of each micro-batch; token i of the stream is i."""
     setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
     loader = MicroBatchDataLoader(TextRows(np.arange(1001, dtype=np.uint16), 10), config, CPU, start)
-    batches = [next(loader) for _ in range(steps * loader.grad_acc_steps)]
-    for batch in batches:
-        first = batch["input_ids"][:, :1]
-        assert (batch["input_ids"] == first + np.arange(10)).all()
-        assert (batch["target_ids"] == first + np.arange(1, 11)).all()
-        assert (batch["position_ids"] == np.arange(10)).all()
-    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+    return [next(loader)["input_ids"][:, 0].tolist() for _ in range(steps * loader.grad_acc_steps)]
 
 
 def sample_config(**changes: Any) -> Config:
@@ -40,11 +34,7 @@ def sample_config(**changes: Any) -> Config:
 def test_ranks_read_the_rows_of_a_global_batch_in_order(pool: WorkerPool) -> None:
     """Sample s * 12 + (i * 2 + rank) * 3 + b is row b of micro-batch i of a rank; 30 steps cross 3 epochs."""
     order = [10 * int(w) for epoch in range(4) for w in epoch_order(100, 42, epoch)]
-    config = sample_config(
-        distributed__dp_size=2,
-        training__micro_batch_size=3,
-        training__gradient_accumulation_steps=2,
-    )
+    config = sample_config(dp_size=2, training__micro_batch_size=3, training__gradient_accumulation_steps=2)
     for rank, got in enumerate(pool.run(rows, 2, config, 17, 12 * 13)):
         for k, batch in enumerate(got):
             first = (13 + k // 2) * 12 + (k % 2 * 2 + rank) * 3
@@ -112,7 +102,7 @@ def test_the_fingerprint_of_samples_changes_with_the_rows() -> None:
 
     samples = SAMPLES._replace(lengths=np.tile([4, 12], 250))  # some are longer than a row
     before = fingerprint(samples)
-    assert before == fingerprint(samples, distributed__dp_size=2, dataset__mask_documents=False)
+    assert before == fingerprint(samples, dp_size=2, dataset__mask_documents=False)
     counted = samples.counted.copy()
     counted[:4] = 0
     changed = [
