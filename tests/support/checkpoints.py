@@ -1,11 +1,9 @@
 """Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,9 +13,9 @@ from conformance.oracle import drawn_weights, make_config, tiny_llama
 from conformance.training import CPU, all_stages, train_steps
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.console import UserError
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.messages import error_of, logged_warnings
 from workbench.pipelines.engine import plan_pipeline
 from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.variants.choose import build_model
@@ -69,21 +67,13 @@ def run(pool: WorkerPool, tokenizer: Path, config: Config, model_config: LlamaCo
 
 
 def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
-    with pytest.raises(UserError) as error:
-        train(config, model_config, tokenizer)
-    return str(error.value)
+    return error_of(lambda: train(config, model_config, tokenizer))
 
 
 def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
     """Train, and return the number of steps and the warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("picotron").addHandler(handler)
-    try:
+    with logged_warnings() as lines:
         return len(train(config, model_config, tokenizer)["losses"]), lines
-    finally:
-        logging.getLogger("picotron").removeHandler(handler)
 
 
 def tensors_of(folder: Path, kind: str) -> dict[str, Tensor]:

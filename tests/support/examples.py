@@ -1,6 +1,5 @@
 """Runs of the programs in examples/, in tests: a model to start from, and their records and weights in any layout."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from conformance.training import CPU, all_stages
 from picotron.config import Training
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.samples import write_tokenizer
+from tests.support.program import options
+from tests.support.samples import read_jsonl, write_tokenizer
 from workbench.own_loops.trainer import Data, Trainer
 
 
@@ -38,7 +38,7 @@ def words(layout: dict[str, int], batch: int, **keys: Any) -> list[str]:
     keys = {f"distributed__{key}": value for key, value in sizes.items()} | keys
     keys |= {"training__micro_batch_size": batch // (2 * sizes["dp_size"]), "training__gradient_accumulation_steps": 2}
     keys |= {"model__dtype": "float64"}
-    return [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+    return options(keys)
 
 
 def load(folder: Path | str) -> Any:
@@ -74,5 +74,5 @@ def make_trainer(config: Any, data: Data, frozen: Callable[[str], bool] = lambda
 
 def results(trainer: Trainer) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return the records of a run, and the full weights at its end."""
-    lines = Path(trainer.config.checkpoint.save_dir, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], all_stages(unwrap(trainer.model), "data")
+    records = read_jsonl(Path(trainer.config.checkpoint.save_dir, "metrics.jsonl"))
+    return records, all_stages(unwrap(trainer.model), "data")

@@ -1,12 +1,13 @@
 """Run train.py as a user does, and read its metrics."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.samples import read_jsonl
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
 
@@ -32,13 +33,17 @@ def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
         "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
         "training.warmup_steps": 2, "training.eval_frequency": 2, "training.eval_steps": 1, "checkpoint.save_dir": save_dir, **more,
     }  # fmt: skip
-    return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+    return options(keys)
+
+
+def options(keys: dict[str, Any]) -> list[str]:
+    """Return the words of a command line that set keys; `training__seed` stands for training.seed."""
+    return [str(word) for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", value)]
 
 
 def metrics(save_dir: Path) -> list[dict[str, Any]]:
     """Return the records of the steps, without the evaluation before the first one."""
-    records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["step"] > 0]
+    return [record for record in read_jsonl(save_dir / "metrics.jsonl") if record["step"] > 0]
 
 
 def changed_program(folder: Path, in_step: str, call: int = 10) -> str:

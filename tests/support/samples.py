@@ -35,6 +35,10 @@ def write_jsonl(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
+def read_jsonl(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def config_of(name: str, tokenizer: str, **keys: Any) -> Config:
     """Return a config that reads prompts and completions, unless the keys say otherwise."""
     return make_config(dataset__name=name, model__tokenizer=tokenizer, **keys or PROMPTS)

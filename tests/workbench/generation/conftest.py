@@ -1,6 +1,5 @@
 """A small model to generate with, and functions that run generate.py in this process."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from conformance.fuzz.chat_templates import CHATML
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.oracle import tiny_llama
-from tests.support.samples import write_jsonl
+from tests.support.samples import read_jsonl, write_jsonl
 from workbench.generation import program
 
 Complete = Callable[..., list[dict[str, Any]]]
@@ -64,13 +63,9 @@ def complete(generate: Callable[..., None], tmp_path: Path) -> Complete:
         else:
             write_jsonl(file := tmp_path / "prompts.jsonl", prompts)
         generate(folder, "--prompts", file, "--output", tmp_path / "out.jsonl", *words)
-        return lines_of(tmp_path / "out.jsonl")
+        return read_jsonl(tmp_path / "out.jsonl")
 
     return complete
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def continued(folder: Path, text: str, tokens: int = 20) -> list[int]:

@@ -16,7 +16,8 @@ from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from tests.support.program import TORCHRUN
-from tests.workbench.generation.conftest import Complete, continued, lines_of, save_generator
+from tests.support.samples import read_jsonl
+from tests.workbench.generation.conftest import Complete, continued, save_generator
 from workbench.generation.program import load_model
 from workbench.generation.prompts import Encoder, prompt_of, read_prompts
 from workbench.generation.rotation import generate as generate_tokens
@@ -132,7 +133,7 @@ def test_several_processes_write_the_same_file(even: Path, tmp_path: Path, compl
     for launcher in ([sys.executable], [*TORCHRUN, "8"]):  # the latter with two data-parallel ranks
         output.unlink(missing_ok=True)
         subprocess.run([*launcher, "generate.py", *words], timeout=120, check=True)
-        assert_same(lines_of(output), expected)
+        assert_same(read_jsonl(output), expected)
 
 
 MESSAGES = [{"role": "user", "content": "a"}]

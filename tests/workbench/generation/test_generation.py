@@ -15,7 +15,7 @@ from conformance.oracle import CPU, assert_close, make_config, oracle_model, our
 from conformance.training import layout_name, stage_of
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.console import UserError
+from tests.support.messages import error_of
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
@@ -182,9 +182,9 @@ def test_no_collective_per_token(pool: WorkerPool) -> None:
 
 
 def mistake(layout: dict[str, Any], prompts: Prompts, options: dict[str, Any]) -> str:
-    with pytest.raises(UserError) as error:
-        generate(stage_of(make_config(**layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
-    return str(error.value)
+    return error_of(
+        lambda: generate(stage_of(make_config(**layout), MODEL), prompts, Sampling(3, ends=(5,), **options))
+    )
 
 
 def end_only(tokens: list[int]) -> list[int]:

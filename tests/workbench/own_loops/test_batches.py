@@ -16,9 +16,9 @@ from conformance.oracle import CPU, assert_close, make_config, oracle_model, our
 from conformance.training import layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
-from picotron.console import UserError
 from picotron.model.placement import main_grad
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.messages import error_of
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.sequences import pack_sequences
@@ -86,14 +86,6 @@ def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layo
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def message(action: Any) -> str:
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
 def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
     """Return pairs: a part of the expected error, and the error on this rank."""
     config = config_of(layout)
@@ -105,7 +97,7 @@ def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
 
     def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
         model.zero_grad()
-        return message(lambda: train_batch(step, model, batches, loss_fn, **options))
+        return error_of(lambda: train_batch(step, model, batches, loss_fn, **options))
 
     def changed(**changes: Any) -> str:
         return train([parts[0] | changes, *parts[1:]])
@@ -118,7 +110,7 @@ def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
         return loss, 1.0, {f"{int(batch['number'][0])}": loss}
 
     def split(batch: Any, micro_batches: int = 4) -> str:
-        return message(lambda: split_batch(batch, micro_batches))
+        return error_of(lambda: split_batch(batch, micro_batches))
 
     found = [
         ("at least 1", train([])),
@@ -142,7 +134,7 @@ def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
         ("sum to 0", returned(lambda loss: (loss, 0.0, {}))),
         ("different names for two micro-batches", train(parts, names)),
         ("no error", train(parts)),
-        ("gradients of an earlier train_batch", message(lambda: train_batch(step, model, parts))),
+        ("gradients of an earlier train_batch", error_of(lambda: train_batch(step, model, parts))),
     ]
     model.requires_grad_(False)
     return [*found, ("was frozen after", train(parts))]
@@ -178,7 +170,7 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         return cross_entropy(head, x, batch), 1.0, {f"n{rank}": 1.0}
 
     loss_fn, scope = named if what == "names" else cross_entropy, "dp_rank" if what == "zeros" else "global"
-    return message(lambda: train_batch(step, model, parts, loss_fn, scope=scope))
+    return error_of(lambda: train_batch(step, model, parts, loss_fn, scope=scope))
 
 
 @pytest.mark.parametrize(
@@ -276,9 +268,7 @@ def mistakes_in_sequences() -> list[tuple[str, str]]:
         ("input_ids of sequence 0 is a list", [{"input_ids": [1, 2, 3]}], {}),
         ("sequences 0 and 18 has name", [*items, ids[2]], {"micro_batches": 2}),
     ):
-        with pytest.raises(UserError) as error:
-            pack_sequences(rows, **options)  # type: ignore[arg-type]
-        found.append((expected, str(error.value)))
+        found.append((expected, error_of(lambda rows=rows, options=options: pack_sequences(rows, **options))))  # type: ignore[misc]
     return found
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conformance.oracle import tiny_llama
-from tests.support.program import run
+from tests.support.program import options, run
 
 TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))
 
@@ -47,7 +47,7 @@ def words_of(model: Path, layout: dict[str, Any], **keys: Any) -> list[str]:
     keys = {f"distributed.{key}": value for key, value in sizes.items()} | {"model.num_hidden_layers": "null"} | keys
     keys |= {"model.name": model, "model.tokenizer": "null", "model.pretrained": "true", "model.dtype": "float64"}
     keys |= {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
-    return [str(word) for key, value in keys.items() for word in (f"--{key}", value)]
+    return options(keys)
 
 
 @pytest.mark.processes

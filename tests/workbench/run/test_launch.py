@@ -1,9 +1,13 @@
-"""Errors and hangs that concern other ranks are reported in one sentence; a signal shows where a process is."""
+"""Errors and hangs that concern other ranks or the hub are one sentence; a signal shows where a process is."""
 
 import contextlib
 import datetime
+import logging
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,39 +15,32 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import constants
 
 from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.console import UserError
+from tests.support.messages import error_of
 from workbench.pipelines.engine import check_model
-from workbench.run import launch
+from workbench.run import hub, launch
 from workbench.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device
 
 
 def with_config_of_its_own(*changes: dict[str, Any]) -> str:
-    try:
-        check_same_config(make_config(**changes[dist.get_rank()]))
-    except UserError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: check_same_config(make_config(**changes[dist.get_rank()])))
 
 
 def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
     """Replicas that start from other weights, or update them otherwise, would train without an error."""
     for error in pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}):
         assert "rank 1 has training.seed=7, but rank 0 has 42" in error
-    assert pool.run(with_config_of_its_own, 2, {}, {"environment__OMP_NUM_THREADS": 3}) == ["", ""]
+    assert pool.run(with_config_of_its_own, 2, {}, {"environment__OMP_NUM_THREADS": 3}) == ["no error"] * 2
 
 
 def with_files_of_its_own(config: Config, *folders: Path) -> str:
     with contextlib.chdir(folders[dist.get_rank()]):
         model_config, plan = check_model(config)
-    try:
-        check_same_config(config, model_config, plan.identity)
-    except UserError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: check_same_config(config, model_config, plan.identity))
 
 
 def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
@@ -53,10 +50,11 @@ def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Pat
     for folder, (changes, order) in zip(folders, machines, strict=True):
         tiny_llama(**changes).save_pretrained(folder / "model")
         (folder / "order.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
-    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 2}
-    config = make_config(model__name="model", distributed__pp_engine="csv:order.csv", **keys)
+    config = make_config(
+        model__name="model", pp_size=2, pp_engine="csv:order.csv", training__gradient_accumulation_steps=2
+    )
     found = [pool.run(with_files_of_its_own, 2, config, folders[0], folder) for folder in folders]
-    assert found[0] == ["", ""]
+    assert found[0] == ["no error"] * 2
     starts = ("the model's rms_norm_eps=0.1, but", "the schedule's SHA-256='")
     for texts, start in zip(found[1:], starts, strict=True):
         assert texts == [texts[0]] * 2
@@ -146,3 +144,33 @@ def test_only_nccl_is_bound_to_its_device(backend: str | None, is_bound: bool) -
         init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
     assert init.call_args.args == (backend or "nccl",)
     assert init.call_args.kwargs["device_id"] == (device if is_bound else None)
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An endpoint that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        hub.is_reachable.cache_clear()
+        yield
+        hub.is_reachable.cache_clear()
+
+
+@pytest.mark.usefixtures("silent_server")
+def test_a_hub_that_does_not_answer_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub, "SECONDS", 0.5)
+    start = time.monotonic()
+    with caplog.at_level(logging.INFO, "picotron"):
+        hub.connect("nobody/model")
+        hub.connect("nobody/data")
+    assert time.monotonic() - start < 3
+    assert constants.HF_HUB_OFFLINE
+    assert [message.split(" (")[0] for message in caplog.messages] == [
+        "nobody/model is not a local folder; looking for it on the Hugging Face Hub",
+        "no connection to the Hugging Face Hub",
+        "nobody/data is not a local folder; looking for it on the Hugging Face Hub",
+    ]

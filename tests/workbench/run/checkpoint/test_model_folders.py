@@ -3,7 +3,6 @@ hand on.
 """
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import Run, first_half, run_config
+from tests.support.messages import error_of, logged_warnings
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import Checkpoint, check_files, read_state
 from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
@@ -71,19 +71,11 @@ def folder_of(path: Path, tied: bool, edit: Callable[[Tensors], None]) -> Path:
 
 def logits_of(folder: Path) -> tuple[Tensor | str, list[str]]:
     """Return our logits, or the sentence of a UserError, and the warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("picotron").addHandler(handler)
-    try:
-        with torch.device("meta"):
-            model = Llama(load_model_config(Model(name=str(folder))))
-        materialise(model, CPU, Checkpoint(folder, weights_only=True).weights())
-        return model(IDS).detach(), lines
-    except UserError as error:
-        return str(error), lines
-    finally:
-        logging.getLogger("picotron").removeHandler(handler)
+    with torch.device("meta"):
+        model = Llama(load_model_config(Model(name=str(folder))))
+    with logged_warnings() as lines:
+        error = error_of(lambda: materialise(model, CPU, Checkpoint(folder, weights_only=True).weights()))
+    return error if error != "no error" else model(IDS).detach(), lines
 
 
 @pytest.mark.parametrize(
