@@ -1,5 +1,7 @@
-"""Samples for fine-tuning: tokens and masks of prompts, completions and conversations."""
+"""Tokens and masks of samples, and of long documents: those that the tokenizer gives for the whole text."""
 
+import bisect
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, TOOLS
-from conformance.oracle import tiny_llama
+from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
+from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from tests.support.samples import (
     CHAT,
@@ -23,10 +26,12 @@ from tests.support.samples import (
     with_template,
     write_jsonl,
 )
+from workbench.prepare import text as text_module
 from workbench.prepare.tokens import BATCH_ITEMS, write_tokens
 
 # ------------------------------------------------------------------------------------------- prompts and completions
 
+CHAT_OF_TWO = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4.")])
 PAIRS = [("What is 2 + 2?", " It is 4."), ("", "def f(x):"), ("x", ""), ("wide 日本語 🙂", "\nreturn x\n")]
 
 
@@ -46,7 +51,7 @@ def test_number_of_tokenising_processes_does_not_change_the_samples(tmp_path: Pa
 
 
 def test_other_columns_and_other_templates_are_tokenised_again(tmp_path: Path, folder: str) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b", "chat": messages(CHATS[0])}])
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b", "chat": CHAT_OF_TWO}])
     other = with_template(str(shutil.copytree(folder, tmp_path / "other")), LLAMA3)
     keys = [PROMPTS, {"dataset__text_column": "a"}, {"dataset__prompt_column": "a", "dataset__completion_column": "q"}]
     configs = [config_of(name, folder, **each) for each in keys]
@@ -57,7 +62,7 @@ def test_other_columns_and_other_templates_are_tokenised_again(tmp_path: Path, f
 def test_rows_of_a_hub_data_set_become_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
     import datasets
 
-    columns = {"q": [q for q, _ in PAIRS], "a": [a for _, a in PAIRS], "chat": [messages(CHATS[0])] * 4, "n": [1] * 4}
+    columns = {"q": [q for q, _ in PAIRS], "a": [a for _, a in PAIRS], "chat": [CHAT_OF_TWO] * 4, "n": [1] * 4}
     rows = datasets.Dataset.from_dict(columns)
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
     monkeypatch.setattr("workbench.prepare.documents.connect", lambda name: None)
@@ -71,11 +76,6 @@ def test_rows_of_a_hub_data_set_become_samples(monkeypatch: pytest.MonkeyPatch, 
 
 
 # ------------------------------------------------------------------------------------------------------ conversations
-
-CHATS = [
-    [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
-    [("system", "Be brief."), ("user", "x"), ("assistant", "1"), ("user", "y"), ("assistant", "2 🙂"), ("user", "bye")],
-]
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,54 @@ def test_the_template_gets_the_tools_of_a_record(tmp_path: Path, folder: str, te
             {"type": "function", "function": {"name": "f", "parameters": {"b": "str"}}},
         ],
     ]
-    records = [{"chat": messages(CHATS[0]), "other": "x", "tools": each} for each in tools]
-    if kind == "json text":
-        records = [record | {"tools": json.dumps(record["tools"])} for record in records]
-    name = str(tmp_path / f"a.{kind.replace(' text', 'l')}")
+    given = map(json.dumps, tools) if kind == "json text" else tools
+    records = [{"chat": CHAT_OF_TWO, "other": "x", "tools": each} for each in given]
+    name = write_jsonl(tmp_path / "a.jsonl", records)
     if kind == "parquet":
-        pandas.DataFrame(records).to_parquet(name)
-    else:
-        write_jsonl(Path(name), records)
+        pandas.DataFrame(records).to_parquet(name := str(tmp_path / "a.parquet"))
     samples = split(encode(config_of(name, folder, **CHAT)))
     for each, (tokens, _) in zip(tools, samples, strict=True):
-        assert tokens == tokenizer.apply_chat_template(messages(CHATS[0]), each, return_dict=True)["input_ids"]
+        assert tokens == tokenizer.apply_chat_template(CHAT_OF_TWO, each, return_dict=True)["input_ids"]
         assert ("parameters" in tokenizer.decode(tokens)) == (each is not None)
+
+
+VOCABULARY = 480
+
+
+def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path, folder: str) -> None:
+    """ByT5 drops white space before </s>."""
+    make_tokenizer("ByT5", VOCABULARY).save_pretrained(tmp_path / "slow")
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b"}, {"q": "What?\n", "a": "</s>b"}])
+    message = r"cannot begin or end at '</s>b' after 'What\?\\n'; choose a model\.tokenizer with a tokenizer\.json"
+    with pytest.raises(UserError, match=message):
+        encode(config_of(name, str(tmp_path / "slow")), VOCABULARY)
+
+
+# ------------------------------------------------------------------------------------------------------ long documents
+
+PROSE = "The quick brown fox, it jumps over 12 lazy dogs; naïve as Žluťoučký kůň. "
+DOCUMENT = (
+    inspect.getsource(bisect)
+    + PROSE * 50
+    + f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 10
+    + "日本語のテキスト。私は学生です、" * 150
+    + "one</s>\n two <s> three</s>" * 100
+)
+EMOJI = "🙂👍🏽e\u0301" * 500  # a single word, for which WordPiece has a single token
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_a_long_document_are_those_of_its_whole_text(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(text_module, "PIECE", 2**10)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
+    assert text_module.CONTEXT <= text_module.PIECE
+    make_tokenizer(kind, VOCABULARY).save_pretrained(other := tmp_path / "other")
+    tokenizer, text = AutoTokenizer.from_pretrained(other), DOCUMENT if kind == "WordPiece" else DOCUMENT + EMOJI
+    name = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    config = make_config(dataset__name=name, model__tokenizer=str(other))
+    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=VOCABULARY)) / "tokens.uint16", np.uint16)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = [token for token in tokenizer(text)["input_ids"][:1] if token == tokenizer.bos_token_id]
+    assert tokens.tolist() == [*start, *whole, tokenizer.eos_token_id]
