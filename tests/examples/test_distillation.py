@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import TextRows
 from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
+from tests.support.oracle import assert_close
 from workbench.own_loops.trainer import Data
 from workbench.prepare.tokens import train_bpe
 

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from conformance.fuzz.chat_templates import CHATML, TOOLS
-from conformance.oracle import assert_close, our_model
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from tests.support.examples import load, make_trainer, results, save_model, save_weights
+from tests.support.oracle import assert_close, our_model
 from tests.support.program import options
 from tests.support.samples import messages, read_jsonl, with_template, write_jsonl
 from workbench.generation.prompts import Encoder

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
-from conformance.oracle import our_model, tiny_llama, torch_adamw, with_exact_norms
-from conformance.training import CPU, all_stages
 from picotron.config import Training
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import our_model, tiny_llama, torch_adamw, with_exact_norms
 from tests.support.program import options
 from tests.support.samples import read_jsonl, write_tokenizer
+from tests.support.training import CPU, all_stages
 from workbench.own_loops.trainer import Data, Trainer
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from conformance.fuzz.chat_templates import CHATML
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
-from conformance.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.samples import read_jsonl, write_jsonl
 from workbench.generation import program
 

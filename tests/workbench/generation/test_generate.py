@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
 from tests.support.samples import read_jsonl
 from tests.workbench.generation.conftest import Complete, continued, save_generator

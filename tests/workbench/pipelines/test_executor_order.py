@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conformance.oracle import assert_close, tiny_llama
-from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import placement
+from tests.support.oracle import assert_close, tiny_llama
+from tests.support.training import CPU, Loader, all_stages, batches, pipeline_config, step_of, wrapped
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from workbench.pipelines.plan import kept_activations

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
 from picotron.model.families import model_cost, part_costs
+from tests.support.oracle import make_config, tiny_llama
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.layouts import parse_stages, stage_weights
 from workbench.schedules.schedule_csv import as_csv

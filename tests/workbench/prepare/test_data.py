@@ -12,12 +12,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
-from conformance.oracle import make_config, random_tokens, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, TextRows, epoch_order
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, random_tokens, tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
 from workbench.run.rows import SomeRows, data_fingerprint, targets_and_bytes

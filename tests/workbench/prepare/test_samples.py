@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, TOOLS
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,

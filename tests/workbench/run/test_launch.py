@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import constants
 
-from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from tests.support.messages import error_of
+from tests.support.oracle import make_config, tiny_llama
 from workbench.pipelines.engine import check_model
 from workbench.run import hub, launch
 from workbench.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.oracle import CPU, assert_close, our_model, tiny_llama
+from tests.support.oracle import CPU, assert_close, our_model, tiny_llama
 from workbench.pipelines.split_backward import split_backward
 from workbench.variants.packed import PackedDocuments, packed_attention
 from workbench.variants.recompute import recompute_cheap_results

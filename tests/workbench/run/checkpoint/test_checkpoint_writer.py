@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from conformance.training import wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
 from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train, warnings_of
+from tests.support.training import wrapped
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter

@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from conformance.oracle import assert_close, make_config, tiny_llama
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.config import Model
 from picotron.console import UserError
@@ -23,6 +21,8 @@ from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import Run, first_half, run_config
 from tests.support.messages import error_of, logged_warnings
+from tests.support.oracle import assert_close, make_config, tiny_llama
+from tests.support.training import CPU
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import Checkpoint, check_files, read_state
 from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder, find_folder

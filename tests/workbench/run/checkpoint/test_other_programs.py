@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conformance.fuzz.chat_templates import CHATML
 from conformance.models import FAMILIES
-from conformance.oracle import assert_close, tiny_llama
+from tests.support.oracle import assert_close, tiny_llama
 from workbench.run.checkpoint.writer import model_files
 
 # The last version of transformers 4, which many programs that serve models still require, and what it depends on.
