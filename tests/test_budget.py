@@ -11,7 +11,7 @@ from tests.support.traced_step import code_tokens
 
 TOKENS = 22_782  # code tokens of picotron/: no comments, docstrings or layout, so that nobody saves by cramming
 FILES = 28  # files of picotron/
-STEP = {"functions": 118, "files": 20, "lines": 615}  # that a warm step of pp 2 x cp 2 x tp 2 runs, over all ranks
+STEP = {"functions": 118, "files": 20, "lines": 614}  # that a warm step of pp 2 x cp 2 x tp 2 runs, over all ranks
 
 
 def test_the_trainer_stays_as_small_as_it_is() -> None:
@@ -37,4 +37,5 @@ def test_a_step_runs_no_more_code_than_it_does(tmp_path: Path) -> None:
         "files": len(files),
         "lines": sum(each["lines"] for each in files.values()),
     }
+    assert min(found.values()) > 0
     assert {name: number for name, number in found.items() if number > STEP[name]} == {}
