@@ -15,7 +15,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def not_a_tensor(operation: str, x: Any) -> Misuse:
-    """Return the error of an operation whose argument is no tensor in float64: what it is, and how to make one of it."""
+    """Return the error of an operation whose argument is no tensor in float64: what x is, and how to make one of it."""
     got, remedy = kind(x), ""
     if isinstance(x, Tensor):
         remedy = "; use x.double()"
