@@ -84,7 +84,8 @@ class Piece(NamedTuple):
 
     def text(self) -> str:
         """Return the code, of docstrings only the first sentence. A method keeps its indentation."""
-        node, lines = self.node, [*Path(self.file).read_text().splitlines()]
+        node = self.node
+        lines: list[str | None] = [*Path(self.file).read_text().splitlines()]
         for each in reversed([*ast.walk(node)]):
             if isinstance(each, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(each)):
                 first, last = each.body[0].lineno - 1, each.body[0].end_lineno or 0
@@ -92,7 +93,7 @@ class Piece(NamedTuple):
                 sentence = re.split(r"\n\n" if text.startswith("forward:") else r"(?<=\.) |\n\n", text)[0]
                 indent = " " * each.body[0].col_offset
                 shown = textwrap.wrap(f'"""{" ".join(sentence.split())}"""', 120 - len(indent))
-                lines[first:last] = [indent + line for line in shown] + [None] * (last - first - len(shown))
+                lines[first:last] = [*(indent + line for line in shown), *[None] * (last - first - len(shown))]
         first = min(each.lineno for each in (node, *getattr(node, "decorator_list", [])))
         text = "\n".join(line for line in lines[first - 1 : node.end_lineno] if line)
         return re.sub(r"^( *)(.*[(\[{])\n((?:\1    .*,\n)+)\1([)\]}].*)$", fill, text, flags=re.MULTILINE)

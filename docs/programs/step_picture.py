@@ -120,8 +120,8 @@ def record(out: Path, config: Config, model_config: PreTrainedConfig) -> None:
     """Train on this rank. Rank 0 draws the recorded step."""
     recorder, start_step = Recorder(), Metrics.start_step
 
-    def start(metrics: Metrics) -> None:
-        start_step(metrics)
+    def start(self: Metrics) -> None:
+        start_step(self)
         dist.barrier()  # a rank that was late in the step before is not late in this one
         recorder.steps.append([])
 
