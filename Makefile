@@ -59,7 +59,7 @@ test: $(STAMP) ## run the tests (10 minutes on 2 cores)
 slow: $(STAMP) ## run the long tests, apart from the pages' commands
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/docs $(ARGS)
 
-parity: $(STAMP) ## compare 92 layouts with one process, write docs/reference/parity.csv
+parity: $(STAMP) ## compare all layouts with one process, write docs/reference/parity.csv
 	$(BIN)/python -m conformance.grid $(ARGS)
 
 pages: $(STAMP) ## run the slow commands of all pages, and the long tests of the programs on them
