@@ -18,7 +18,7 @@ RUNS: dict[str, dict[str, int]] = {
 
 
 def main() -> None:
-    print(f"{'program':14}  {'layout':25} ranks  loss after ten steps")
+    print(f"last loss    ranks  {'layout':25}  program")
     for program, sizes in RUNS.items():
         ranks = math.prod(sizes.values())
         options = [f"--{axis}={n}" for axis, n in sizes.items() if not program.startswith("only")]
@@ -26,7 +26,7 @@ def main() -> None:
         command = [*torchrun, "-m", f"steps.{program}", *options]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         layout = " x ".join(f"{axis} {n}" for axis, n in sizes.items()) or "one process"
-        print(f"{program:14}  {layout:25} {ranks:5}  {printed.split()[-1]}", flush=True)
+        print(f"{printed.split()[-1]:11}  {ranks:5}  {layout:25}  {program}", flush=True)
 
 
 if __name__ == "__main__":
