@@ -58,6 +58,7 @@ LEFT_OUT = " ".join(reading_path.LEFT_OUT.values()).split()
 
 def test_the_reading_path_is_short() -> None:
     assert sum(piece.text().count("\n") + 1 for piece in PIECES) <= PATH_LINES
+    ast.parse("\n".join(reading_path.code()))
 
 
 @pytest.mark.processes

@@ -47,7 +47,7 @@ Pipeline parallelism
 The update
     picotron/optimizer.py  squared_norms clip_grad_norm
     picotron/optimizer.py  AdamW.update_masters AdamW.update AdamW.step update_weights
-The step
+The loop, whose `step` is train_step_pipeline_1f1b
     train.py  train
 """
 
@@ -90,12 +90,13 @@ class Piece(NamedTuple):
             if isinstance(each, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(each)):
                 first, last = each.body[0].lineno - 1, each.body[0].end_lineno or 0
                 last += lines[last : last + 1] == [""]
-                sentence = re.split(r"\n\n" if text.startswith("forward:") else r"(?<=\.) |\n\n", text)[0]
+                sentence = re.split(r"\n\n" if text.startswith("forward:") else r"(?<=\.)(?<!al\.) |\n\n", text)[0]
                 indent = " " * each.body[0].col_offset
                 shown = textwrap.wrap(f'"""{" ".join(sentence.split())}"""', 120 - len(indent))
                 lines[first:last] = [*(indent + line for line in shown), *[None] * (last - first - len(shown))]
         first = min(each.lineno for each in (node, *getattr(node, "decorator_list", [])))
         text = "\n".join(line for line in lines[first - 1 : node.end_lineno] if line)
+        text = text if "." in self.name else textwrap.dedent(text)
         return re.sub(r"^( *)(.*[(\[{])\n((?:\1    .*,\n)+)\1([)\]}].*)$", fill, text, flags=re.MULTILINE)
 
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show the way through a step of 4D training.")
     parser.add_argument("--code", action="store_true", help="print the code of all functions")
     if parser.parse_args().code:
-        print_line("\n".join(code()))
+        print_line("\n".join(code()).strip())
         return
     rows = [["part", "functions", "lines"]]
     for part, pieces in parts().items():
