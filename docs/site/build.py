@@ -32,7 +32,7 @@ GROUPS = {
     "Start": ["README.md", "docs/first_hour.md", "steps/README.md", "docs/puzzles.md", "docs/playground.md"],
     "Learn": [],
     "Use": [f"docs/{name}.md" for name in (
-        "own_data", "own_loops", "float8", "optimizer_states", "generation", "grpo", "sweeps", "reference/data_files", "reference/own_backward", "reference/configuration", "reference/machines")],
+        "own_data", "own_loops", "float8", "optimizer_states", "generation", "grpo", "sweeps", "reference/data_files", "reference/own_loops_in_depth", "reference/configuration", "reference/machines")],
     "Check": [f"docs/reference/{name}.md" for name in (
         "conformance", "course", "trainers", "peers", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
         "published_schedules", "schedules_in_depth", "axis_derivations",
