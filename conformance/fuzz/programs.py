@@ -260,8 +260,8 @@ class Bare(Habits):
         values = [0.3 * drawn(seed + i, *p.shape) for i, p in enumerate(parameters)]
         if how == "vector":
             torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in values]), parameters)
-        for p, value in zip(parameters, values, strict=True):
-            if how == "data":
+        for i, (p, value) in enumerate(zip(parameters, values, strict=True)):
+            if how == "data" and i == seed % len(parameters):  # of one alone
                 p.data = value.to(p.dtype)
             elif how == "copy":
                 with torch.no_grad():
@@ -380,9 +380,11 @@ class BFloat16(Wrapped):
     def prepare(self, engine: str) -> None:
         self.net.bfloat16()
         self.model = WRAPPERS[engine](self.net)
+        self.optimizer = self.optimizer_of_ours()
+
+    def optimizer_of_ours(self) -> AdamW:
         states = {"training__optimizer_states": self.program["states"], "training__learning_rate": 0.05}
-        config = make_config(model__dtype="bfloat16", **states)
-        self.optimizer = make_optimizer(self.model, config)
+        return make_optimizer(self.model, make_config(model__dtype="bfloat16", **states))
 
     @property
     def call(self) -> Any:
@@ -390,7 +392,8 @@ class BFloat16(Wrapped):
 
     def reload(self) -> None:
         if self.program["reloads"]:
-            super().reload()
+            state, self.optimizer = copy.deepcopy(self.optimizer.state_dict()), self.optimizer_of_ours()
+            self.optimizer.load_state_dict(state)
 
 
 def run_program(case: Case) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.model.llama import Llama
-from picotron.model.placement import main_grad
+from picotron.model.placement import main_grad, place
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.explain.fake_group import fake_rank
@@ -237,3 +237,21 @@ def test_gradients_that_only_an_optimizer_of_torch_has_cleared_are_refused() -> 
     optimizer.zero_grad()
     with pytest.raises(UserError, match="call zero_grad of the wrapper"):
         model(torch.ones(1, 5)).sum().backward()
+
+
+def summed_before_a_backward() -> None:
+    grid = setup_process_group_manager(2, 1, 1, 1)
+    torch.manual_seed(0)  # of equal weights
+    layer = nn.Linear(5, 5, bias=False)
+    place(layer.weight, sum_over=grid.tp_group)
+    model = DataParallelBucket(layer)
+    for _ in range(2):  # nothing has been summed yet
+        model(torch.ones(1, 5)).sum().backward()
+    model.finish_grad_sync()
+    with pytest.raises(UserError, match="after the gradients of this step were averaged"):
+        model(torch.ones(1, 5)).sum().backward()
+
+
+def test_a_backward_after_partial_gradients_were_summed_is_refused(pool: WorkerPool) -> None:
+    """Without replicas, too: the sum has other ranks' terms, and would be summed again."""
+    pool.run(summed_before_a_backward, 2)

@@ -199,16 +199,17 @@ def test_batches_that_should_be_equal_are_compared(
         assert expected in found
 
 
-def longer_than_the_window() -> str:
+def with_a_window(document: int) -> str:
+    """Train on rows of 16 tokens and a window of 8."""
     config, model_config = config_of({}, training__seq_length=8), tiny_llama("mistral", sliding_window=8)
     model, ids = wrapped(config, model_config), torch.zeros(4, 16, dtype=torch.int64)
-    return message(
-        lambda: train_batch(step_of(config, model_config), model, split_batch({"input_ids": ids, "target_ids": ids}, 4))
-    )
+    batch = {"input_ids": ids, "target_ids": ids, "cu_seqlens": torch.arange(0, 65, document)}
+    return message(lambda: train_batch(step_of(config, model_config), model, split_batch(batch, 4)))
 
 
-def test_a_sequence_longer_than_the_models_window_is_an_error(pool: WorkerPool) -> None:
-    assert "16 tokens is longer than the model's sliding_window=8" in pool.run(longer_than_the_window, 1)[0]
+def test_a_document_longer_than_the_models_window_is_an_error(pool: WorkerPool) -> None:
+    assert "16 tokens is longer than the model's sliding_window=8" in pool.run(with_a_window, 1, 16)[0]
+    assert pool.run(with_a_window, 1, 8) == ["no error"]
 
 
 def other_sharding() -> str:
