@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from conformance.fuzz.chat_templates import TEMPLATES
-from conformance.fuzz.modules import Case, draw_modules, smaller_modules
+from conformance.fuzz.pipelines import Case, draw_modules, smaller_modules
 from conformance.fuzz.programs import draw_program, smaller_programs
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES, WITH_EXPERTS

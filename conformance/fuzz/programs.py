@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from conformance.fuzz.habits import HOOKS, RULES, Habits, drawn
-from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
+from conformance.fuzz.pipelines import TRAINING, WRAPPERS
 from conformance.oracle import make_config, torch_adamw
 from picotron import process_group_manager as pgm
 from picotron.console import UserError

@@ -72,16 +72,7 @@ CORNERS: dict[str, Case] = {
         frozen=["q_proj"], pp=2, tp=2, pp_engine="zb_h1", sequence_parallel=True, gradient_accumulation_steps=3
     ),
     "one place of a tied matrix is frozen": {
-        "modules": {
-            "kind": "encoder-decoder",
-            "engine": "zbv",
-            "pp": 2,
-            "dp": 1,
-            "m": 3,
-            "dp_engine": "zero1",
-            "is_unequal": True,
-            "frozen": [2],
-        }
+        "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
     },
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
+from conformance.fuzz.pipelines import TRAINING, WRAPPERS
 from conformance.oracle import assert_close, torch_adamw
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
