@@ -1,8 +1,5 @@
 """Buckets: parameters that some ranks do not use, sums in float32, and their order and sizes."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -179,22 +176,6 @@ def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int
     assert len(sizes) > 3
     assert mib <= min(sizes[:-1])
     assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_copies_of_a_wrapped_module_are_plain_modules() -> None:
-    """As those of torch.save, AveragedModel and others that copy a module: they have gradients of their own."""
-    module = nn.Linear(5, 2)
-    wrapped = DataParallelBucket(module)
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(wrapped.module)):
-        copied(torch.ones(1, 5)).sum().backward()
-        assert copied.weight.grad is not None
-        copied.zero_grad()
-        assert copied.weight.grad is None
-    wrapped(torch.ones(1, 5)).sum().backward()
-    assert main_grad(module.weight).any()
-    module.zero_grad()
-    assert not main_grad(module.weight).any()
 
 
 @pytest.mark.usefixtures("_one_rank")
