@@ -118,7 +118,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("only_last_micro_batch", ".gradients[parameter].add_(gradient)", ".gradients[parameter].copy_(gradient)")],
     "picotron/data_parallel/guards.py": [
         ("first_parameter_checked_alone", "    for parameter in parameters:\n        if parameter.untyped",
-         "    for parameter in list(parameters)[:1]:\n        if parameter.untyped")],
+         "    for parameter in list(parameters)[:1]:\n        if parameter.untyped", "test_fuzz")],
     "workbench/variants/zero1.py": [
         ("weights_not_gathered", "self.work = start_gather_of_slices(self.weights, self.group)", "self.work = None",
          "fuzz", "steps dp2 zero1")],
