@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.oracle import make_config, torch_adamw
-from conformance.training import CPU
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, torch_adamw
+from tests.support.training import CPU
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline

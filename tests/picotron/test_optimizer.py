@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from conformance.oracle import assert_close, make_config
 from picotron.config import Training
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, make_scheduler
+from tests.support.oracle import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("_one_rank")
 

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conformance.oracle import drawn_weights, make_config, tiny_llama
-from conformance.training import CPU, all_stages, train_steps
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.training import CPU, all_stages, train_steps
 from workbench.pipelines.engine import plan_pipeline
 from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.variants.choose import build_model

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conformance.fuzz.pipelines import TRAINING, WRAPPERS
-from conformance.oracle import assert_close, torch_adamw
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
@@ -14,6 +13,7 @@ from picotron.model.placement import place
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import new_groups, setup_process_group_manager
 from picotron.tensor_parallel.tp_communications import all_gather, reduce_scatter
+from tests.support.oracle import assert_close, torch_adamw
 
 RANKS, ROWS, D, STEPS = 4, 3, 6, 3
 

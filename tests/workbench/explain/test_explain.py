@@ -12,12 +12,12 @@ from transformers import LlamaConfig
 
 import train
 from conformance.models import small_config
-from conformance.oracle import make_config, random_rows, tiny_llama
-from conformance.training import CPU, layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
+from tests.support.oracle import make_config, random_rows, tiny_llama
+from tests.support.training import CPU, layout_name, step_of, wrapped
 from workbench.explain.explain import Step, route_evenly, run_stages, run_step
 from workbench.explain.fake_group import Message, message
 from workbench.pipelines.engine import plan_pipeline

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.forecast import RUNS, by_kind, rows
-from conformance.oracle import make_config, tiny_llama
-from conformance.training import layout_name
 from picotron.console import UserError
 from picotron.model.families import model_cost
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import layout_name
 from workbench.explain.explain import run_stages
 from workbench.explain.forecast_errors import ERRORS, describe_errors
 from workbench.explain.hardware import HARDWARE, Hardware, read_hardware

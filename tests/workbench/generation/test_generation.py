@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import layout_name, stage_of
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import layout_name, stage_of
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling

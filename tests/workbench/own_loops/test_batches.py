@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.placement import main_grad
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import layout_name, step_of, wrapped
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.pipelines.engine import make_evaluation, plan_pipeline

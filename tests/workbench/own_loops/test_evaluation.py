@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from conformance.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.program import run
 
 TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))

@@ -11,7 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import (
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.loader import epoch_order
+from tests.support.examples import make_trainer, results, save_weights
+from tests.support.oracle import (
     assert_close,
     make_config,
     oracle_model,
@@ -21,11 +26,6 @@ from conformance.oracle import (
     random_tokens,
     tiny_llama,
 )
-from conformance.worker_pool import WorkerPool
-from picotron.config import Config
-from picotron.console import UserError
-from picotron.data.loader import epoch_order
-from tests.support.examples import make_trainer, results, save_weights
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
     Data,

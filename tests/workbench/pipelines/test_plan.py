@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from workbench.pipelines.engine import plan_pipeline
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import build

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-from conformance.oracle import assert_close
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.placement import main_grad
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import assert_close
+from tests.support.training import CPU
 from workbench.pipelines.modules import Pipeline
 from workbench.pipelines.whole_batch import WholeBatchStep
 from workbench.schedules.schedules import build, forward_only

@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conformance.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.oracle import drawn_weights, make_config, tiny_llama
-from conformance.training import CPU, all_stages
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallelNaive
@@ -17,6 +15,8 @@ from picotron.model.weights import copy_part
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run, run_config
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.training import CPU, all_stages
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.modules import Pipeline
 from workbench.schedules.schedules import build

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from conformance.models import FAMILIES, WITH_EXPERTS, small_config, write_model
-from conformance.oracle import assert_close, make_config, oracle_training, our_model, random_tokens
-from conformance.training import CPU, all_stages, train_steps, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config, Model
 from picotron.console import UserError
@@ -24,6 +22,8 @@ from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import assert_close, make_config, oracle_training, our_model, random_tokens
+from tests.support.training import CPU, all_stages, train_steps, wrapped
 from workbench.explain.explain import explain
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling

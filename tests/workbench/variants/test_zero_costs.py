@@ -9,12 +9,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig
 
-from conformance.oracle import make_config, random_rows, tiny_llama
-from conformance.training import CPU, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.families import part_parameters
+from tests.support.oracle import make_config, random_rows, tiny_llama
+from tests.support.training import CPU, step_of, wrapped
 from tests.workbench.explain.test_explain import total
 from workbench.explain.explain import run_stages
 from workbench.pipelines.engine import plan_pipeline

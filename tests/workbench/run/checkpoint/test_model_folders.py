@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conformance.oracle import assert_close, make_config, tiny_llama
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import first_half, model_of, run, run_config
+from tests.support.oracle import assert_close, make_config, tiny_llama
+from tests.support.training import CPU
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import STATE_FILE, Checkpoint, check_files, read_state
 from workbench.run.model_config import load_model_config

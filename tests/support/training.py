@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
@@ -21,6 +20,7 @@ from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import drawn_weights, make_config, random_rows
 from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
