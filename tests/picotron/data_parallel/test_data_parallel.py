@@ -11,7 +11,7 @@ from picotron.data_parallel.data_parallel import DataParallelBucket, DataParalle
 from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.optimizer import AdamW, clip_grad_norm
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.process_group_manager import new_groups, setup_process_group_manager
 from tests.support.oracle import (
     assert_close,
     make_config,
@@ -236,3 +236,18 @@ def summed_before_a_backward() -> None:
 def test_a_backward_after_partial_gradients_were_summed_is_refused(pool: WorkerPool) -> None:
     """Without replicas, too: the sum has other ranks' terms, and would be summed again."""
     pool.run(summed_before_a_backward, 2)
+
+
+def pending_after_backward() -> int:
+    """Return the number of buckets that wait for the end of the step. Each of two ranks holds the last layer alone."""
+    setup_process_group_manager(1, 1, 1, 2)
+    layers, alone = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), new_groups([[0], [1]])
+    for parameter in layers[1].parameters():
+        place(parameter, average_over=alone)
+    model = DataParallelBucket(layers, bucket_mb=0.0)
+    model(torch.ones(1, 5)).sum().backward()
+    return len(model.pending_buckets)
+
+
+def test_a_layer_on_one_rank_holds_back_no_reduction(pool: WorkerPool) -> None:
+    assert pool.run(pending_after_backward, 2) == [0, 0]
