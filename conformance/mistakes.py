@@ -16,7 +16,6 @@ class Mistake(NamedTuple):
         found_by: the checks that find it, the first of which `make test` has, if any: `fuzz` for the random cases of
             fixed seeds; the name of a file of tests (FILE::TEST may be slow); or a chapter and a layout of
             `conformance`, in front of them perhaps an adapter (by default `file` if it is one, or else picotron's).
-        page, text: a page of docs/ that shows it, and the mistake in one sentence.
         thread: a thread of a public tracker that reports such a mistake: OWNER/REPOSITORY#NUMBER.
         place: a regular expression of the first wrong tensor, which the last of the checks names.
     """
@@ -25,8 +24,6 @@ class Mistake(NamedTuple):
     old: str
     new: str
     found_by: tuple[str, ...]
-    page: str = ""
-    text: str = ""
     thread: str = ""
     place: str = ""
 
@@ -361,6 +358,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "        square += rest\n        dist.all_reduce(square)\n        rest = 0.0\n", "step tp2")],
 }  # fmt: skip
 
+# The mistakes that a page of docs/ shows, each in one sentence.
 SHOWN = {
     "training_step": {
         "loss_not_divided":
@@ -416,6 +414,7 @@ SHOWN = {
         "one_stream_of_draws": "All prompts of a group draw from one stream of random numbers."},
 }  # fmt: skip
 
+# Threads of public trackers that report such mistakes, and the places that a trace names.
 REPORTED = {
     "head_norms_not_summed": ("NVIDIA/Megatron-LM#7452", r"gradient of \S*self_attn\.[qk]_norm\.weight .* one term of a sum"),
     "shared_heads_not_summed": ("bigcode-project/Megatron-LM#37", r"gradient of \S*self_attn\.[kv]_proj\.weight .* one term of a sum"),
@@ -450,9 +449,8 @@ REPORTED = {
     "tp: norm_counts_copies": ("NVIDIA-NeMo/RL#3788", "the gradient norm"),
 }  # fmt: skip
 
-PAGES = {name: (page, text) for page, texts in SHOWN.items() for name, text in texts.items()}
 MISTAKES = {
-    name: Mistake(file, old, new, tuple(found_by) or ("fuzz",), *PAGES.get(name, ("", "")), *REPORTED.get(name, ()))
+    name: Mistake(file, old, new, tuple(found_by) or ("fuzz",), *REPORTED.get(name, ()))
     for file, mistakes in PLANTED.items()
     for name, old, new, *found_by in mistakes
 }

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conformance.fuzz.cases import CASES, SEED
-from conformance.mistakes import MISTAKES, Mistake
+from conformance.mistakes import MISTAKES, SHOWN, Mistake
 
 ROOT = Path(__file__).resolve().parents[1]
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "site", "node_modules", "__pycache__", ".*_cache")
@@ -141,7 +141,7 @@ def examine(name: str, folders: "queue.Queue[Path]", options: argparse.Namespace
                 if is_found and options.page:
                     said = said.removeprefix(f"differs {check} ").split("; [")[0]
                     said = said if said.startswith(check) else f"{check}: {said}"
-                    return check, f"{name}: {mistake.text}\n    {said}"
+                    return check, f"{name}: {SHOWN[options.page][name]}\n    {said}"
                 if is_found:
                     before = f"; not by {', '.join(missed)}" if missed else ""
                     place = f"; {mistake.thread}: {trace}" if mistake.place else ""
@@ -165,15 +165,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(MISTAKES), choices=MISTAKES, metavar="NAME", help="mistakes")
     parser.add_argument("--room", default="", help="mistakes in files of which this is a part of the path")
-    parser.add_argument("--page", help="print the mistakes of a page")
+    parser.add_argument("--page", choices=SHOWN, help="print the mistakes of a page")
     parser.add_argument(
         "--reported", action="store_true", help="mistakes of which a trace names the first wrong tensor"
     )
     parser.add_argument("--named", action="store_true", help="run only the checks that a mistake names")
     parser.add_argument("--jobs", type=int, default=2, help="number of checks at a time [2]")
     options = parser.parse_args()
-    chosen = [name for name in options.only if options.room in MISTAKES[name].file]
-    chosen = [name for name in chosen if options.page in (None, MISTAKES[name].page)]
+    names = SHOWN[options.page] if options.page else options.only
+    chosen = [name for name in names if options.room in MISTAKES[name].file]
     chosen = [name for name in chosen if MISTAKES[name].place or not options.reported]
     folders: queue.Queue[Path] = queue.Queue()
     found: dict[str, str] = {}
