@@ -20,7 +20,6 @@ from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.oracle import make_config, tiny_llama
 from workbench.run.checkpoint.checkpoint import Checkpoint
-from workbench.run.layout_checks import warn_of_early_end
 from workbench.run.metrics import Metrics, Progress, peak_flops
 from workbench.run.run_folder import begin_run, claim_save_dir
 from workbench.schedules.schedule_csv import as_csv
@@ -78,14 +77,6 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
         metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
     metrics.close()
-
-
-def test_a_run_that_max_tokens_ends_before_the_end_of_its_decay_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"total_train_steps": 10, "max_tokens": 25, "seq_length": 8, "lr_scheduler": "linear", "warmup_steps": 0}
-    keys |= {"learning_rate": 1.0, "min_lr_ratio": 0.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
-    config = make_config(**{f"training__{key}": value for key, value in keys.items()})
-    warn_of_early_end(config)
-    assert "after step 4 of 10, where the learning rate is 0.7," in caplog.text  # the rates are 1, 0.9, 0.8, 0.7
 
 
 def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
