@@ -35,7 +35,7 @@ def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config
         "checkpoint__save_dir": str(save_dir),
         "checkpoint__save_frequency": 100,  # so only the last step is saved
     }
-    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **keys | changes)
+    return make_config(**layout, **keys | changes)
 
 
 def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:

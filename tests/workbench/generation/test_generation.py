@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 
 def config_of(layout: dict[str, Any], **changes: Any) -> Config:
-    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **changes)
+    return make_config(**layout, **changes)
 
 
 def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:

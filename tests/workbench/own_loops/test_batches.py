@@ -25,10 +25,8 @@ def global_batch() -> dict[str, Any]:
 
 
 def config_of(layout: dict[str, Any], **changes: Any) -> Any:
-    changes |= {f"distributed__{key}": value for key, value in layout.items()}
-    return make_config(
-        **{"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1} | changes
-    )
+    keys = {"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1}
+    return make_config(**keys | layout | changes)
 
 
 def run_batch(config: Any) -> dict[str, Any]:

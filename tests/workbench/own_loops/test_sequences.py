@@ -36,8 +36,7 @@ def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    changes = {f"distributed__{key}": value for key, value in layout.items()}
-    config = make_config(**changes, training__gradient_accumulation_steps=options.get("micro_batches", 4))
+    config = make_config(**layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
     packed = pack_sequences(sequences(lengths), cp_sharding=config.distributed.cp_sharding, **options)
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)

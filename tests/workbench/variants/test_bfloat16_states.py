@@ -129,7 +129,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
     (expected,) = pool.run(weights_after_updates, 1, config_of(states), None)
     for layout in LAYOUTS:
-        config = config_of(states, **{f"distributed__{key}": value for key, value in layout.items()})
+        config = config_of(states, **layout)
         found = pool.run(weights_after_updates, config.distributed.world_size, config, expected)
         assert found == [[]] * config.distributed.world_size, layout
 

@@ -35,9 +35,8 @@ from workbench.variants.experts import Experts, expert_load
 
 
 def config_of(layout: dict[str, Any]) -> Config:
-    changes = {f"distributed__{key}": value for key, value in layout.items()}
     batch = {"training__gradient_accumulation_steps": 8 // layout.get("dp_size", 1), "training__micro_batch_size": 1}
-    return make_config(training__total_train_steps=3, dataset__shuffle=False, **batch, **changes)
+    return make_config(training__total_train_steps=3, dataset__shuffle=False, **batch, **layout)
 
 
 def load_of(layout: dict[str, Any]) -> dict[str, float]:
@@ -125,7 +124,7 @@ def test_models_that_cannot_run_are_refused(
     tmp_path: Path, family: str, keys: dict[str, Any], layout: dict[str, Any], sentence: str
 ) -> None:
     small_config(family, **keys).save_pretrained(tmp_path)
-    config = make_config(model__name=str(tmp_path), **{f"distributed__{key}": value for key, value in layout.items()})
+    config = make_config(model__name=str(tmp_path), **layout)
     with pytest.raises(UserError, match=sentence):
         check_layout(config, load_model_config(config.model))
 

@@ -29,9 +29,8 @@ ALL = EMBEDDING + LAYERS * LAYER + HEAD
 
 
 def config_of(engine: str, **layout: Any) -> Config:
-    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
-    keys |= {"training__gradient_accumulation_steps": MICRO_BATCHES, "distributed__dp_engine": engine}
-    return make_config(**{"model__dtype": "bfloat16"} | keys)
+    keys = {"model__dtype": "bfloat16", "training__gradient_accumulation_steps": MICRO_BATCHES}
+    return make_config(**keys | layout, dp_engine=engine)
 
 
 def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:
