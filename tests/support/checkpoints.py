@@ -1,6 +1,8 @@
 """Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,19 @@ def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
 
 def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
     """Train, and return the number of steps and the warnings."""
+    with recorded_warnings() as lines:
+        return len(train(config, model_config, tokenizer)["losses"]), lines
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Append the warnings of a worker to a list, in a `with` block."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("picotron").addHandler(handler)
     try:
-        return len(train(config, model_config, tokenizer)["losses"]), lines
+        yield lines
     finally:
         logging.getLogger("picotron").removeHandler(handler)
 

@@ -1,7 +1,6 @@
 """Model folders of other programs, whose tensors may contradict their config; and folders to hand on."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import first_half, model_of, run, run_config
+from tests.support.checkpoints import first_half, model_of, recorded_warnings, run, run_config
 from tests.support.oracle import assert_close, make_config, tiny_llama
 from tests.support.training import CPU
 from workbench.export import export
@@ -68,19 +67,14 @@ def folder_of(path: Path, tied: bool, edit: Callable[[Tensors], None]) -> Path:
 
 def logits_of(folder: Path) -> tuple[Tensor | str, list[str]]:
     """Return our logits, or the sentence of a UserError, and the warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("picotron").addHandler(handler)
-    try:
-        with torch.device("meta"):
-            model = Llama(load_model_config(Model(name=str(folder))))
-        materialise(model, CPU, Checkpoint(folder, weights_only=True).weights())
-        return model(IDS).detach(), lines
-    except UserError as error:
-        return str(error), lines
-    finally:
-        logging.getLogger("picotron").removeHandler(handler)
+    with recorded_warnings() as lines:
+        try:
+            with torch.device("meta"):
+                model = Llama(load_model_config(Model(name=str(folder))))
+            materialise(model, CPU, Checkpoint(folder, weights_only=True).weights())
+            return model(IDS).detach(), lines
+        except UserError as error:
+            return str(error), lines
 
 
 @pytest.mark.parametrize(
