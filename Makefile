@@ -78,7 +78,7 @@ oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make ch
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m conformance.fuzz --minutes 10 $(ARGS)
 
-mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM, --out FILE.json)
+mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM)
 	$(BIN)/python -m conformance.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy

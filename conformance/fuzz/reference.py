@@ -18,11 +18,11 @@ from conformance.fuzz.files import config_of, model_config, own_batch
 from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
 from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.models import biases, move_biases
-from conformance.oracle import oracle_model, our_model, torch_adamw
 from conformance.reference import copies, logits_of_documents
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
+from tests.support.oracle import oracle_model, our_model, torch_adamw
 
 Batch = dict[str, Any]
 

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from steps import clip, communication, llama, s9_cp
+from tests.support.oracle import assert_close, with_exact_norms
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("only_dp", {"dp": 2}),

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from conformance.models import small_config
-from conformance.oracle import make_config, random_rows, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
@@ -21,6 +20,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, random_rows, tiny_llama
 from workbench.explain.explain import bytes_held, route_evenly
 from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline

@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def make_config(**changes: Any) -> Config:
-    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length."""
+    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length, and keys
+    without a section are those of `distributed`.
+    """
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},
         "model": {"name": "template/tiny-llama", "dtype": "float64"},
@@ -38,8 +40,8 @@ def make_config(**changes: Any) -> Config:
         "dataset": {"name": "python-stdlib"},
     }
     for key, value in changes.items():
-        section, _, name = key.partition("__")
-        data.setdefault(section, {})[name] = value
+        section, _, name = key.rpartition("__")
+        data.setdefault(section or "distributed", {})[name] = value
     return parse_config(data)
 
 
