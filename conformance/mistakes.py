@@ -70,7 +70,7 @@ MISTAKES: dict[str, Mistake] = {
         PIPELINE,
         "loss = model(**next(data_loader)) / data_loader.grad_acc_steps\n        loss.backward()\n",
         "loss = model(**next(data_loader))\n        loss.backward()\n        loss = loss / data_loader.grad_acc_steps\n",
-        ("fuzz", "accumulation dp2"), "training_step",
+        ("fuzz", "run dp2"), "training_step",
         "train_step divides the logged loss by the number of micro-batches, but not the loss that backward starts at.",
     ),
     "clipped_by_own_norm": Mistake(
@@ -78,7 +78,7 @@ MISTAKES: dict[str, Mistake] = {
         "Each tp rank clips by the norm of its own gradients.",
     ),
     "decay_of_norms": Mistake(
-        OPTIMIZER, '"weight_decay": 0.0}', '"weight_decay": training.weight_decay}', ("fuzz", "steps dp2"), "training_step",
+        OPTIMIZER, '"weight_decay": 0.0}', '"weight_decay": training.weight_decay}', ("fuzz", "run dp2"), "training_step",
         "Weight decay applies to norms and biases as well as to matrices.",
     ),
     "schedule_one_step_late": Mistake(
@@ -124,7 +124,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "step tp2"),
     ),
     "norm_counts_tied_embedding_twice": Mistake(
-        OPTIMIZER, " and not placement(parameter).is_replica", "", ("fuzz", "tied pp2")
+        OPTIMIZER, " and not placement(parameter).is_replica", "", ("fuzz", "run pp2 tied")
     ),
     "no_master_weights": Mistake(
         OPTIMIZER,
@@ -154,7 +154,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "reduced_every_time": Mistake(
         PIPELINE, "model.require_backward_grad_sync = i == data_loader.grad_acc_steps - 1", "pass",
-        ("fuzz", "accumulation dp2"), "data_parallel",
+        ("fuzz", "run dp2"), "data_parallel",
         "train_step never sets require_backward_grad_sync, so the backward of every micro-batch averages the gradients.",
     ),
     "only_last_micro_batch": Mistake(
@@ -162,22 +162,22 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ------------------------------------------------------------------------------------------------------------ ZeRO
     "norm_of_own_slices": Mistake(
-        OPTIMIZER, "return on_tp_ranks if owned else on_tp_ranks *", "return on_tp_ranks *", ("fuzz", "steps dp2 zero1"), "zero",
+        OPTIMIZER, "return on_tp_ranks if owned else on_tp_ranks *", "return on_tp_ranks *", ("fuzz", "run dp2 zero1"), "zero",
         "Each rank clips by the norm of its own slices of the gradients.",
     ),
     "decay_by_shape_of_slice": Mistake(
         OPTIMIZER,
         "self.masters.items() if p.ndim >= 2]\n        vectors = [master for p, master in self.masters.items() if p.ndim < 2]",
         "self.masters.items() if master.ndim >= 2]\n        vectors = [m for m in self.masters.values() if m.ndim < 2]",
-        ("fuzz", "steps dp2 zero1"), "zero", "Weight decay applies to what has two dimensions, but slices are flat.",
+        ("fuzz", "run dp2 zero1"), "zero", "Weight decay applies to what has two dimensions, but slices are flat.",
     ),
     "weights_not_gathered": Mistake(
-        ZERO1, "self.work = start_gather_of_slices(self.weights, self.group)", "self.work = None", ("fuzz", "steps dp2 zero1"), "zero",
+        ZERO1, "self.work = start_gather_of_slices(self.weights, self.group)", "self.work = None", ("fuzz", "run dp2 zero1"), "zero",
         "After the optimizer's step, the ranks do not gather the updated weights.",
     ),
     "gradients_overwritten": Mistake(
         ZERO3, "self.gradient_shard.add_(buffer[self.own])", "self.gradient_shard.copy_(buffer[self.own])",
-        ("fuzz", "accumulation dp2 zero3"), "zero",
+        ("fuzz", "run dp2 zero3"), "zero",
         "The reduction of each micro-batch replaces the slice of the gradients, instead of adding to it.",
     ),
     "weights_outlive_update": Mistake(ZERO3, "unit.free()  # its full weights", "pass  # its full weights", ("tests/workbench/variants/test_zero3_any_module.py",)),
@@ -280,7 +280,7 @@ MISTAKES: dict[str, Mistake] = {
         ("fuzz", "step pp2"), "pipeline_parallel", "Each stage runs backward for its newest forward instead of its oldest.",
     ),
     "tied_embedding_forgotten": Mistake(
-        PIPELINE, "sum_over=both", "sum_over=None", ("fuzz", "tied pp2"), "pipeline_parallel",
+        PIPELINE, "sum_over=both", "sum_over=None", ("fuzz", "run pp2 tied"), "pipeline_parallel",
         "The first and the last stage do not sum the gradients of the tied embedding, of which both hold a replica.",
     ),
     "executor_does_not_divide": Mistake(EXECUTOR, "y = y / self.schedule.micro_batches", "y = y / 1", FUZZ),
@@ -327,7 +327,7 @@ MISTAKES: dict[str, Mistake] = {
         "Data loader and attention use contiguous shards: the results are correct, but the last rank has the most work.",
     ),
     "documents_see_each_other": Mistake(
-        VARIANTS, "if documents is not None:", "if False:", ("fuzz", "packed cp2")
+        VARIANTS, "if documents is not None:", "if False:", ("fuzz", "run cp2")
     ),
     "ring_turns_the_other_way": Mistake(
         CONTEXT_PARALLEL,
@@ -345,7 +345,7 @@ MISTAKES: dict[str, Mistake] = {
     # ----------------------------------------------------------------------------------------- batches, data, samples
     "mean_of_means": Mistake(
         BATCHES, 'all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group,', "all_reduce(mean, grid.cp_group,",
-        ("fuzz", "masks dp2"),
+        ("fuzz", "run dp2"),
     ),
     "mean_of_each_micro_batch": Mistake(
         BATCHES, "needs_weights = check_batches(", "needs_weights = not check_batches(", FUZZ,
@@ -367,11 +367,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ------------------------------------------------------------------------------------------ checkpoints and files
     "optimizer_begins_again": Mistake(
-        OPTIMIZER, "torch.tensor(updates, dtype", "torch.tensor(0, dtype", ("fuzz", "resume dp2")
+        OPTIMIZER, "torch.tensor(updates, dtype", "torch.tensor(0, dtype", ("fuzz", "run dp2")
     ),
     "moments_mixed_up": Mistake(
         OPTIMIZER, "                read(parameter, name, tensor)", '                read(parameter, "exp_avg", tensor)',
-        ("fuzz", "elsewhere dp2"),
+        ("fuzz", "run dp2"),
     ),
     "resumed_one_sample_late": Mistake(CHECKPOINT, "samples = self.state.samples if", "samples = self.state.samples + 1 if", FUZZ),
     "tensors_not_flushed": Mistake(
@@ -464,41 +464,41 @@ MISTAKES: dict[str, Mistake] = {
         ("tests/workbench/explain/test_step_time.py",),
     ),
     # --------------------------------------------------------------------------- evaluation, in picotron's adapter
-    "evaluation_of_one_rank": Mistake(ADAPTER, "    all_reduce(total, pgm.process_group_manager.cp_dp_group)\n", "", ("evaluation dp2",)),
+    "evaluation_of_one_rank": Mistake(ADAPTER, "    all_reduce(total, pgm.process_group_manager.cp_dp_group)\n", "", ("run dp2",)),
     "evaluation_without_weights": Mistake(
-        ADAPTER, "weights = weights_of(batch)\n", "weights = torch.ones_like(batch['target_ids']).double()\n", ("evaluation dp2",)
+        ADAPTER, "weights = weights_of(batch)\n", "weights = torch.ones_like(batch['target_ids']).double()\n", ("run dp2",)
     ),
     "evaluations_summed": Mistake(
         "workbench/run/metrics.py", "    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)\n", "    all_reduce(mean, grid.cp_dp_group)\n", FUZZ
     ),
     # ------------------------------------------------------------ trainers in plain torch, the examples of conformance
     "ddp: forgotten_all_reduce": Mistake(DDP, "dist.all_reduce(parameter.grad)", "pass", ("step dp2",)),
-    "ddp: mean_of_ranks_means": Mistake(DDP, "dist.all_reduce(total)", "total *= ranks", ("masks dp2",)),
+    "ddp: mean_of_ranks_means": Mistake(DDP, "dist.all_reduce(total)", "total *= ranks", ("run dp2",)),
     "ddp: mean_of_micro_batches_means": Mistake(
-        DDP, "losses.sum() / total", "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks", ("masks dp2",),
+        DDP, "losses.sum() / total", "losses.sum() / weights_of(piece).sum() / case.micro_batches / ranks", ("run dp2",),
         thread="PrimeIntellect-ai/prime-rl#583", place=r"gradient of lm_head output .* times what it should be",
     ),
     "ddp: loss_of_one_rank": Mistake(DDP, "dist.all_reduce(loss)", "pass", ("step dp2",)),
     "ddp: same_rows_on_every_rank": Mistake(DDP, "chunk(ranks)[rank]", "chunk(ranks)[0]", ("step dp2",)),
     "ddp: weights_of_targets_ignored": Mistake(
-        DDP, 'piece["target_ids"]) * weights_of(piece)', 'piece["target_ids"])', ("weights dp2",)
+        DDP, 'piece["target_ids"]) * weights_of(piece)', 'piece["target_ids"])', ("run dp2",)
     ),
     "ddp: stale_replica": Mistake(DDP, "        optimizer.step()", "        rank or optimizer.step()", ("step dp2",)),
     "ddp: gradients_not_set_to_zero": Mistake(
-        DDP, "        optimizer.zero_grad()\n", "", ("steps dp2",),
+        DDP, "        optimizer.zero_grad()\n", "", ("run dp2",),
         thread="facebookresearch/nwm#16", place=r"step 2: gradient of lm_head\.weight",
     ),
-    "ddp: no_clipping": Mistake(DDP, "case.max_grad_norm or ", "", ("steps dp2",)),
+    "ddp: no_clipping": Mistake(DDP, "case.max_grad_norm or ", "", ("run dp2",)),
     "ddp: decay_of_norms": Mistake(
-        DDP, ADAMW, f"{ADAMW}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", ("steps dp2",),
+        DDP, ADAMW, f"{ADAMW}\n    optimizer.param_groups[1]['weight_decay'] = 0.1", ("run dp2",),
         thread="verl-project/verl#5070", place=r"step 1: \S*input_layernorm\.weight .* after the optimizer's step",
     ),
     "ddp: documents_see_each_other": Mistake(
-        DDP, "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", ("packed dp2",),
+        DDP, "logits_of(model, piece)", "model(input_ids=piece['input_ids']).logits", ("run dp2",),
         thread="huggingface/nanoVLM#204", place=r"(rotary_emb output|layers\.0\.self_attn\.o_proj input)",
     ),
     "ddp: untied": Mistake(
-        DDP, f"    {ADAMW}", f"    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())\n    {ADAMW}", ("tied dp2",)
+        DDP, f"    {ADAMW}", f"    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())\n    {ADAMW}", ("run dp2 tied",)
     ),
     "ddp: own_loss_ignored": Mistake(
         DDP, "case.token_losses(", "__import__('conformance.case').case.cross_entropy(", ("loss dp2",)
@@ -523,11 +523,11 @@ MISTAKES: dict[str, Mistake] = {
         OWN_TENSOR, "for name in places), torch.zeros", "for name in squares), torch.zeros", ("step tp2",)
     ),
     "pipeline: tied_gradients_of_one_end": Mistake(
-        OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("tied pp2",),
+        OWN_PIPELINE, "dist.all_reduce(shared.grad, group=ends)", "pass", ("run pp2 tied",),
         thread="uw-syfi/piper#13", place=r"gradient of model\.embed_tokens\.weight .* one term of a sum over ranks 0, 1",
     ),
     "pipeline: tied_gradients_counted_twice": Mistake(
-        OWN_PIPELINE, ", uncounted=shared if rank == last > 0 else None", "", ("tied pp2",)
+        OWN_PIPELINE, ", uncounted=shared if rank == last > 0 else None", "", ("run pp2 tied",)
     ),
     "pipeline: newest_micro_batch_first": Mistake(
         OWN_PIPELINE, "waiting.pop(0)", "waiting.pop()", ("step pp2",),
@@ -544,15 +544,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "ring: output_of_one_block": Mistake(OWN_RING, "out * (lse - new).exp() + ", "out + ", ("step cp2",)),
     "ddp: not_divided_by_micro_batches": Mistake(
-        DDP, "losses.sum() / total", "losses.sum() / total * case.micro_batches", ("accumulation dp2",),
+        DDP, "losses.sum() / total", "losses.sum() / total * case.micro_batches", ("run dp2",),
         thread="ByteDance-Seed/VeOmni#963", place=r"gradient of lm_head\.weight .* is 4 times",
     ),
     "ddp: only_last_micro_batch": Mistake(
-        DDP, "part.backward()", "optimizer.zero_grad(); part.backward()", ("accumulation dp2",),
+        DDP, "part.backward()", "optimizer.zero_grad(); part.backward()", ("run dp2",),
         thread="NVIDIA-NeMo/Automodel#3530", place=r"gradient of lm_head\.weight .* the gradients of all outputs are equal",
     ),
     "ddp: first_rate_is_0": Mistake(
-        DDP, "case.learning_rates[step]", "case.learning_rates[step] * (step > 0)", ("steps dp2",),
+        DDP, "case.learning_rates[step]", "case.learning_rates[step] * (step > 0)", ("run dp2",),
         thread="EleutherAI/gpt-neox#1379", place=r"step 1: .*\.weight on ranks 0, 1 after the optimizer's step",
     ),
     "fsdp: sum_instead_of_mean": Mistake(
@@ -574,11 +574,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "ring: mean_of_own_targets": Mistake(
         OWN_RING, "accumulate(case, tokens, total, logits_of)",
-        'accumulate(case, tokens, (tokens["target_ids"] >= 0).sum() * dist.get_world_size(), logits_of)', ("masks cp2",),
+        'accumulate(case, tokens, (tokens["target_ids"] >= 0).sum() * dist.get_world_size(), logits_of)', ("run cp2",),
         thread="NVIDIA/Megatron-LM#673", place=r"gradient of lm_head output .* times what it should be",
     ),
     "ddp: mean_of_no_targets": Mistake(
-        DDP, "losses.sum() / total", "(losses.sum(1) / weights_of(piece).sum(1)).sum() / 16", ("masks dp2",),
+        DDP, "losses.sum() / total", "(losses.sum(1) / weights_of(piece).sum(1)).sum() / 16", ("run dp2",),
         thread="NVIDIA/Megatron-LM#1764", place=r"gradient of lm_head output",
     ),
     "ring: row_that_sees_nothing": Mistake(

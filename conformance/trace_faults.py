@@ -26,14 +26,14 @@ from conformance.mutants import EXAMPLES, IGNORED, ROOT, command, planted
 
 # Chapters that say most about a trainer, in the layouts of each adapter in which it is known to be equal.
 OTHERS = {
-    "ddp": ["step dp2", "packed dp2", "masks dp2", "tied dp2"],
-    "zero1": ["steps dp2", "packed dp2", "masks dp2", "odd dp2"],
-    "pipeline": ["step pp4", "tied pp2", "masks pp2", "step pp2 afab"],
-    "ring": ["step cp2", "step cp4", "masks cp2", "tied cp2"],
-    "plain_tp": ["step tp2", "odd tp4", "tied tp2", "masks tp2", "accumulation tp2"],
-    "torch_ddp": ["steps dp2", "packed dp2"],
-    "torch_fsdp": ["steps dp2", "tied dp2", "accumulation dp2"],
-    "torch_tp": ["step tp2", "odd tp2"],
+    "ddp": ["step dp2", "run dp2", "run dp2", "run dp2 tied"],
+    "zero1": ["run dp2", "run dp2", "run dp2", "run dp2"],
+    "pipeline": ["step pp4", "run pp2 tied", "run pp2", "step pp2 afab"],
+    "ring": ["step cp2", "step cp4", "run cp2", "run cp2 tied"],
+    "plain_tp": ["step tp2", "run tp4", "run tp2 tied", "run tp2", "run tp2"],
+    "torch_ddp": ["run dp2", "run dp2"],
+    "torch_fsdp": ["run dp2", "run dp2 tied", "run dp2"],
+    "torch_tp": ["step tp2", "run tp2"],
     "torch_pp": ["step pp2", "step pp2 ZBVZeroBubble", "step pp2 Interleaved1F1B"],
 }
 
@@ -83,7 +83,7 @@ def faults(names: list[str]) -> int:
 def equal(layouts: list[str]) -> int:
     """Print what is traced in layouts that are equal. Returns the exit status: 1 if something is called wrong."""
     rows, wrong = 0, 0
-    plan = {ROOT / ADAPTER: [f"odd {layout}" for layout in layouts or LAYOUTS]}
+    plan = {ROOT / ADAPTER: [f"run {layout}" for layout in layouts or LAYOUTS]}
     plan |= {} if layouts else {path_of(name): checks for name, checks in OTHERS.items()}
     for path, checks in plan.items():
         with Checker(path, trace=True) as checker:

@@ -32,7 +32,8 @@ from conformance import Case, NotOffered, Part, Result
 from conformance.adapters.loop import train
 from conformance.case import Batch
 
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "resume", "elsewhere", "float32", "mixed")
+CHAPTERS = ("step", "run", "float32", "mixed")
+LACKS = ("documents", "masks", "weights", "evaluation", "tied")
 LAYOUTS = ("pp2 repaired", "pp2 afab repaired", "cp2 repaired", "pp2 x cp2 repaired", "dp2 x pp2 repaired")
 WORDS = {"afab", "repaired", "default_dtype", "loaded", "as_is"}
 FLASH_ATTENTION = {
