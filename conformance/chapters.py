@@ -55,8 +55,8 @@ class Chapter:
     saves: int = 0
     shape: tuple[int, int] = (16, 40)
     documents: float = 2.0
-    norms: tuple[float, float] = (2.8, 2.8)
-    apart: int = 5
+    norms: tuple[float, float] = (3.1, 1.95)
+    apart: int = 1
     layers: int = 2
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +72,7 @@ CHAPTERS = {
     "generation": Chapter("the likeliest continuations of prompts", {"last_step": 0, "new_tokens": 10}),
     "float32": Chapter(
         "three steps of a run in float32, of which the last two resume", RUN | NARROW | {"dtype": "float32"},
-        PARTS_OF_RUN, (2, 4), saves=1, norms=(3.95, 2.8), layers=1,
+        PARTS_OF_RUN, (2, 4), saves=1, norms=(3.3, 1.95), layers=1,
     ),
     # bfloat16 has no odd numbers above 256, such as positions, and of a head's frequencies the first only. With this
     # theta, the others are far from numbers in bfloat16.
