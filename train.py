@@ -184,7 +184,7 @@ def train(config: Config, model_config: PreTrainedConfig, plan: Any) -> None:
             scheduler.step()
             progress = progress.after_step(config)
             record, stop = metrics.end_step(progress, loss, grad_norm, learning_rate, signals.received)
-            record |= getattr(unwrap(model), "measures", dict)()  # how evenly experts are used
+            record |= getattr(unwrap(model), "after_step", dict)()  # balances experts
             if eval_loader and progress.step % training.eval_frequency == 0:
                 record |= evaluation_record(evaluate(model, eval_loader), *evaluated)
             metrics.log(record)

@@ -26,10 +26,8 @@ KINDS = ("loss", "gradients", "weights")  # of errors
 # heads there are for 8 query heads; the family.
 # test_grid.py shows that any two of these meet, if they can.
 LAYOUTS = """
-cp2 x tp2 sp zigzag ulysses zero1 tied kv4 olmo2
 dp2 x pp2 looped_bfs zero1 tied kv8 qwen3
 pp2 x cp2 afab zigzag all_gather zero3 untied kv1 mistral
-pp2 x cp2 afab zigzag ring zero1 untied kv4 granite
 pp2 x cp2 looped_bfs contiguous ring zero3 untied kv1 qwen2
 pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3
 pp2 x cp2 zb_h1 zigzag all_gather zero1 tied kv8 granite
@@ -54,7 +52,6 @@ dp4 x pp2 zb_h1 zero3 tied kv1 qwen3
 pp2 x cp2 x tp2 1f1b sp contiguous ring zero1 untied kv8 qwen3
 pp2 x cp2 x tp2 afab contiguous ring tied kv1 llama
 pp2 x cp2 x tp2 interleaved_1f1b sp contiguous all_gather zero1 tied kv8 smollm3
-pp2 x cp2 x tp2 zb_h1 sp zigzag ring tied kv4 qwen3
 pp2 x cp2 x tp2 zb_h1 zigzag ulysses zero3 untied kv8 smollm3
 pp2 x cp4 1f1b zigzag ulysses tied kv4 granite
 pp2 x cp4 afab contiguous ulysses zero3 untied kv8 olmo2
@@ -79,7 +76,6 @@ dp4 x cp2 x tp2 contiguous all_gather zero1 tied kv4 granite
 dp4 x cp4 zigzag ring zero3 untied kv1 smollm3
 dp4 x pp2 x cp2 dualpipev contiguous all_gather zero3 untied kv1 mistral
 dp4 x pp2 x cp2 looped_bfs zigzag ulysses zero3 untied kv4 olmo2
-dp4 x pp2 x tp2 dualpipev sp zero1 tied kv4 olmo2
 dp4 x pp4 zbv untied kv4 smollm3
 dp4 x tp4 sp zero1 untied kv4 granite
 pp2 x cp2 x tp4 1f1b zigzag all_gather zero3 tied kv4 smollm3
@@ -89,7 +85,6 @@ pp2 x cp4 x tp2 looped_bfs sp zigzag all_gather untied kv4 llama
 pp4 x cp2 x tp2 dualpipev sp contiguous ring zero1 untied kv8 granite
 pp4 x cp2 x tp2 dualpipev zigzag ulysses zero1 tied kv4 olmo2
 pp4 x cp2 x tp2 looped_bfs contiguous ulysses zero3 tied kv8 granite
-pp4 x cp2 x tp2 zbv sp zigzag all_gather tied kv1 smollm3
 pp4 x cp4 zbv contiguous all_gather untied kv4 granite
 pp4 x tp4 looped_bfs tied kv4 mistral
 pp4 auto tied kv8 granite
@@ -121,13 +116,12 @@ pp2 zbv untied kv8 gemma
 dp2 ep2 untied kv4 qwen3_moe
 dp2 x tp2 ep2 sp tied kv1 mixtral
 dp2 x cp2 ep4 zigzag ring untied kv4 olmoe
-dp2 x pp2 1f1b ep2 zero1 untied kv4 qwen3_moe
+dp2 x pp2 1f1b ep2 zero1 untied kv4 dots1
 dp4 ep2 zero3 untied kv8 mixtral
 dp2 x cp2 ep2 zero3 zigzag all_gather tied kv4 qwen3_moe
-dp2 x cp2 ep4 zero1 contiguous ulysses untied kv8 olmoe
-cp2 x tp2 ep2 sp zero3 zigzag ring tied kv4 olmoe
+dp2 x cp2 ep4 zero1 contiguous ulysses untied kv8 dots1
 pp2 x cp2 x tp2 dualpipev ep2 contiguous ring untied kv1 mixtral
-dp4 x tp2 ep4 sp zero1 untied kv4 qwen3_moe
+dp4 x tp2 ep4 sp zero1 untied kv4 dots1
 tp2 sp untied kv4 mixtral
 pp4 1f1b tied kv1 qwen3_moe
 pp2 x cp2 x tp4 looped_bfs contiguous ring zero1 untied kv8 qwen3_moe
@@ -152,8 +146,14 @@ dp2 x pp4 x cp2 afab ep4 contiguous ring zero1 tied kv4 olmoe
 dp2 x pp2 x cp2 looped_bfs ep4 zigzag ring untied kv8 olmoe
 pp2 x cp2 x tp2 1f1b contiguous ulysses untied kv8 mixtral
 pp4 x cp2 x tp2 v_min zigzag ring zero3 untied kv1 mixtral
-dp2 x pp2 x cp2 x tp2 v_min ep4 zigzag ring tied kv1 olmoe
-dp2 x cp2 x tp4 ep4 sp contiguous all_gather zero1 tied kv4 qwen3_moe
+dp2 x pp2 x cp2 x tp2 v_min ep4 zigzag ring tied kv1 dots1
+dp2 x cp2 x tp4 ep4 sp contiguous all_gather zero1 tied kv4 dots1
+pp4 x cp4 interleaved_1f1b zigzag all_gather untied kv1 dots1
+pp2 x cp4 x tp2 zbv ep2 sp zigzag ring tied kv1 dots1
+dp4 x pp2 x cp2 looped_bfs ep2 zigzag ring tied kv4 dots1
+pp4 x cp2 x tp2 zb_h1 zigzag all_gather zero1 tied kv4 dots1
+dp4 x pp2 x cp2 dualpipev ep4 contiguous all_gather zero3 untied kv4 dots1
+pp2 afab tied kv8 dots1
 """.strip().splitlines()
 
 

@@ -45,9 +45,24 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         {"num_experts": 8, "num_experts_per_tok": 2},
         {"num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ],
+    "dots1": [
+        {
+            "n_routed_experts": experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": shared,
+            "first_k_dense_replace": dense,
+            "norm_topk_prob": normalised,
+            "routed_scaling_factor": scale,
+            "head_dim": 12,
+            "sliding_window": None,
+        }
+        for experts, chosen, shared, dense, normalised, scale in ((8, 3, 1, 1, True, 2.5), (12, 2, 2, 0, False, 1.0))
+    ],
 }
 EXACT_EXPERTS = {} if IS_OLD else {"experts_implementation": "eager"}  # the default one needs bfloat16
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "dots1")
+BIAS = "e_score_correction_bias"  # of a router: a buffer in transformers
 
 
 def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
@@ -84,7 +99,7 @@ def write_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *biases(model).values()):
         if parameter.ndim >= 2:
             parameter.normal_(0, config.initializer_range, generator=generator)
         else:
@@ -116,11 +131,30 @@ def route(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts as the routers of transformers do, in the dtype of x: (..., D) -> logits (n, experts), and for the
     chosen ones the weights (n, k) and the numbers (n, k).
     """
-    logits = F.linear(x.flatten(0, -2), router.weight)
-    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    logits, bias = F.linear(x.flatten(0, -2), router.weight), getattr(router, BIAS, None)
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    chosen = (scores if bias is None else scores + bias).topk(router.top_k).indices
+    weights = scores.gather(1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's are always divided by their sum
         weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights, chosen
+    if torch.is_grad_enabled():
+        router.tokens = getattr(router, "tokens", 0) + chosen.flatten().bincount(minlength=logits.size(1))
+    return logits, weights * getattr(router, "routed_scaling_factor", 1.0), chosen
+
+
+def biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the biases of a model's routers by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)}
+
+
+def move_biases(model: nn.Module, rate: float) -> None:
+    """Move the biases of routers after a step, as Wang et al. 2024 (arXiv:2408.15664, algorithm 1) do."""
+    for name, bias in biases(model).items():
+        router: Any = model.get_submodule(name.rpartition(".")[0])
+        tokens = router.tokens.tolist()
+        error = [sum(tokens) / len(tokens) - each for each in tokens]
+        bias += rate * torch.tensor(error, dtype=bias.dtype).sign()
+        router.tokens = 0
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
@@ -132,7 +166,9 @@ def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "T5LayerNorm")):
                 setattr(parent, name, ExactNorm(child))
-            elif type(child).__name__.endswith("TopKRouter"):  # not replaced: expert parallelism adds hooks to it
+            elif (
+                type(child).__name__.lower().endswith("topkrouter")
+            ):  # not replaced: expert parallelism adds hooks to it
                 child.forward = functools.partial(route, child)
             elif hasattr(child, "scalar_embed_scale"):
                 child.embed_scale = torch.tensor(child.scalar_embed_scale, dtype=child.weight.dtype)

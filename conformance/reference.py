@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from conformance.case import Batch, Case, token_losses, weights_of
 from conformance.experts import named_as
+from conformance.models import biases
 from conformance.result import Result
 
 
@@ -109,7 +110,7 @@ def named_like(found: Reference, names: Iterable[str]) -> Reference:
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in (*model.named_parameters(), *biases(model).items())}
 
 
 def adamw(parameters: Iterable[nn.Parameter], case: Case) -> torch.optim.AdamW:

@@ -61,6 +61,7 @@ from workbench.run.config_reader import config_parser, load_config
 from workbench.run.launch import exit_on_error, set_up_logging
 from workbench.run.model_config import ends_of_both
 from workbench.run.ranks import run_ranks
+from workbench.run.rows import held_out_sequences
 from workbench.run.run_folder import COMPLETIONS, user_error_on_failure
 
 logger = logging.getLogger("picotron")
@@ -270,7 +271,7 @@ def read_task(config: Config, options: argparse.Namespace) -> Task:
     """Read the prompts and the reward. An evaluation holds out as many prompts as `eval_steps` batches have."""
     model_config, _ = check_run(config)
     encoder = Encoder(read_tokenizer(config, model_config), config.model.tokenizer or config.model.name)
-    prompts, held_out = read_prompts(config, encoder), config.held_out_sequences // options.samples
+    prompts, held_out = read_prompts(config, encoder), held_out_sequences(config) // options.samples
     if len(prompts) <= held_out:
         raise UserError(
             f"{config.dataset.name} has {len(prompts)} prompts, but evaluations hold out {held_out}; use more prompts"

@@ -185,6 +185,9 @@ class Training(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: keep only the input of each layer, and recompute its other activations in backward; selective: recompute
     only the results of its norms and of its gated activation; none: keep all"""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """by how much the bias of an expert rises after a step in which fewer tokens than the mean chose it, or falls, in
+    models that have one (dots1); 0: biases stay; 0.001: as for DeepSeek-V3"""
     compile: bool | None = None
     """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
@@ -239,11 +242,6 @@ class Dataset(Section):
     def weights(self) -> dict[str, float]:
         """The data sets to read, with their weights."""
         return {self.name: 1.0} | (self.mixture or {})
-
-    @property
-    def title(self) -> str:
-        """The names of the data sets."""
-        return " and ".join(self.weights)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -330,12 +328,6 @@ class Config(Section):
         """Whether the run has another algorithm than those of picotron/, see workbench/variants."""
         differs = any(operator.attrgetter(key)(self) != default_of(key) for key in VARIANT_KEYS)
         return differs or self.model.dtype == "float16"
-
-    @property
-    def held_out_sequences(self) -> int:
-        """Number of sequences of the training data that are evaluated, and not trained on."""
-        evaluates = self.training.eval_frequency and self.dataset.eval_name is None
-        return self.training.eval_steps * self.global_batch_size if evaluates else 0
 
     @property
     def global_batch_size(self) -> int:

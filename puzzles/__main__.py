@@ -51,11 +51,13 @@ def write_progress(folder: Path, progress: dict[str, dict[str, Any]]) -> None:
 
 
 def list_puzzles(folder: Path) -> None:
-    progress, table = read_progress(folder), [["", "topic", "puzzle", "to read", ""]]
+    progress, table = read_progress(folder), [["", "topic", "level", "puzzle", "to read", ""]]
     for puzzle in PUZZLES:
         known = progress[puzzle.name]
         state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
-        table.append([str(puzzle.number), puzzle.topic, puzzle.title, puzzle.page.partition("#")[0], state])
+        table.append(
+            [str(puzzle.number), puzzle.topic, puzzle.level, puzzle.title, puzzle.page.partition("#")[0], state]
+        )
     print(text_table(table))
     print("\nSome puzzles have a score; lower is better. An answer is RIGHT if its score is at most par;")
     print("best known is the best that we have found.")

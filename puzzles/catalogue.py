@@ -13,6 +13,8 @@ class Puzzle:
     Args:
         name: name of its three files, which begins with its number. (A number stays, because adapters use these names.)
         topic: one of the parts of the learning path.
+        level: "warm-up" (a few lines that follow from the page), "step" (a part of a trainer) or "stretch" (several
+            parts, or more than the page says).
         title: the title, as at the top of the file.
         page: page and section of the docs from which one can solve it.
         hints: three hints, each of which says more than the one before.
@@ -21,6 +23,7 @@ class Puzzle:
 
     name: str
     topic: str
+    level: str
     title: str
     page: str
     hints: tuple[str, str, str]
@@ -43,6 +46,7 @@ PUZZLES = [
     Puzzle(
         "p01_all_reduce",
         "collectives",
+        "warm-up",
         "an all-reduce in two halves",
         "docs/collectives.md#an-all-reduce-is-a-reduce-scatter-and-an-all-gather",
         (
@@ -56,6 +60,7 @@ PUZZLES = [
     Puzzle(
         "p02_ring",
         "collectives",
+        "step",
         "an all-reduce on a ring",
         "docs/collectives.md#bytes-sent-counted-and-by-formula",
         (
@@ -71,6 +76,7 @@ PUZZLES = [
     Puzzle(
         "p03_place",
         "data",
+        "warm-up",
         "which rank trains on a sample, and when",
         "docs/training_step.md#how-a-global-batch-is-split",
         (
@@ -83,6 +89,7 @@ PUZZLES = [
     Puzzle(
         "p04_mean_gradient",
         "data",
+        "warm-up",
         "one gradient from micro-batches of different lengths",
         "docs/training_step.md#the-step-in-code",
         (
@@ -98,6 +105,7 @@ PUZZLES = [
     Puzzle(
         "p06_split",
         "tensor",
+        "warm-up",
         "which part of each matrix a rank holds",
         "docs/tensor_parallel.md#column-parallel-and-row-parallel-matrices",
         (
@@ -111,6 +119,7 @@ PUZZLES = [
     Puzzle(
         "p07_mlp",
         "tensor",
+        "step",
         "the two pairs of a parallel MLP",
         "docs/tensor_parallel.md#why-a-copy-sums-in-the-backward-pass-an-example-with-two-ranks",
         (
@@ -126,6 +135,7 @@ PUZZLES = [
     Puzzle(
         "p08_cross_entropy",
         "tensor",
+        "step",
         "a loss of logits that no rank has in full",
         "docs/tensor_parallel.md#reading-the-code",
         (
@@ -142,6 +152,7 @@ PUZZLES = [
     Puzzle(
         "p18_whole_step",
         "layout",
+        "stretch",
         "a whole training step over dp 2 x tp 2",
         "docs/data_parallel.md#the-line-that-does-it",
         (
@@ -156,6 +167,7 @@ PUZZLES = [
     Puzzle(
         "p05_buckets",
         "data",
+        "stretch",
         "buckets of gradients that overlap with backward",
         "docs/data_parallel.md#averaging-in-buckets-while-backward-is-running",
         (
@@ -171,6 +183,7 @@ PUZZLES = [
     Puzzle(
         "p15_zero1",
         "sharding",
+        "step",
         "an optimizer of which each rank has a slice (ZeRO-1)",
         "docs/zero.md#the-algorithms",
         (
@@ -186,6 +199,7 @@ PUZZLES = [
     Puzzle(
         "p12_1f1b",
         "pipeline",
+        "warm-up",
         "one forward, one backward",
         "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
         (
@@ -199,6 +213,7 @@ PUZZLES = [
     Puzzle(
         "p17_pipeline_step",
         "pipeline",
+        "stretch",
         "a step of 1F1B, with its messages",
         "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
         (
@@ -214,6 +229,7 @@ PUZZLES = [
     Puzzle(
         "p14_messages",
         "pipeline",
+        "stretch",
         "1F1B when messages take time",
         "docs/pipeline_parallel.md#the-algorithm-of-1f1b",
         (
@@ -229,6 +245,7 @@ PUZZLES = [
     Puzzle(
         "p13_bubble",
         "pipeline",
+        "stretch",
         "a smaller bubble than 1F1B",
         "docs/pipeline_schedules.md#all-schedules-on-one-time-axis",
         (
@@ -245,6 +262,7 @@ PUZZLES = [
     Puzzle(
         "p09_owner",
         "context",
+        "warm-up",
         "which rank gets which part of a sequence",
         "docs/context_parallel.md#which-tokens-each-rank-gets-contiguous-or-zigzag",
         (
@@ -258,6 +276,7 @@ PUZZLES = [
     Puzzle(
         "p10_merge",
         "context",
+        "warm-up",
         "attention to all keys from attention to two halves of them",
         "docs/context_parallel.md#merging-blocks-of-attention-online-softmax-in-three-lines",
         (
@@ -271,6 +290,7 @@ PUZZLES = [
     Puzzle(
         "p11_ring_attention",
         "context",
+        "step",
         "causal attention over a sequence that no rank has in full",
         "docs/context_parallel.md#ring-attention-who-sends-what-to-whom",
         (
@@ -284,6 +304,7 @@ PUZZLES = [
     Puzzle(
         "p19_ring_backward",
         "context",
+        "stretch",
         "the backward of ring attention, from its output and lse",
         "docs/context_parallel.md#the-backward-send-keys-again-instead-of-keeping-them",
         (
@@ -300,6 +321,7 @@ PUZZLES = [
     Puzzle(
         "p20_experts",
         "experts",
+        "step",
         "send tokens to their experts, and bring the results home",
         "docs/expert_parallel.md#two-all-to-alls",
         (
@@ -315,6 +337,7 @@ PUZZLES = [
     Puzzle(
         "p16_layout",
         "layout",
+        "stretch",
         "sequences of 128 Ki tokens on 64 GPUs",
         "docs/seventy_billion.md#what-to-run-instead",
         (
@@ -326,6 +349,37 @@ PUZZLES = [
             "take more memory on a rank: choose a dp_engine that shards them.",
         ),
         "workbench/sweep/planner.py best_configs searches all layouts, for create_config.py --best.",
+    ),
+    Puzzle(
+        "p21_slow",
+        "speed",
+        "step",
+        "why a run is slow",
+        "docs/slow.md#six-parts-of-a-step",
+        (
+            "Draw the healthy run and one other. When does the first forward begin, when does the last backward end, and "
+            "how long is the step in metrics.jsonl? Two causes are outside of the drawing.",
+            "Inside, is the busiest rank idle for longer, or are there more or longer F and B? On one rank or on both?",
+            "Add up the F and the B of each rank. Recomputation makes each B one F longer, and no F; small micro-batches make "
+            "the sum of all F longer, although the tokens are the same.",
+        ),
+        "workbench/pipelines/recorder.py record_steps writes these traces, for logging.trace_steps.",
+    ),
+    Puzzle(
+        "p22_dropout",
+        "numerics",
+        "stretch",
+        "dropout that is equal in every layout",
+        "docs/numerics.md#random-bits-equal-in-every-layout",
+        (
+            "A generator gives the same bits only to ranks that ask for the same numbers in the same order. What do all "
+            "layouts know about a number of y?",
+            "The bits must be a function of the sample, the position, the layer and the place in D: a hash of the four. "
+            "A generator that is seeded with a hash of the first three, for each token, is right as well, but slow.",
+            "workbench/variants/bfloat16_states.py has random_bits, for tensors of numbers, and keys. Give each (sample, "
+            "position, place) a number of its own, and each layer keys of its own.",
+        ),
+        "workbench/variants/bfloat16_states.py random_bits rounds weights with such bits, equally in every layout.",
     ),
 ]
 

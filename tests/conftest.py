@@ -11,11 +11,11 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLI
 
 import torch.distributed as dist
 
-from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
 from tests.support import checkpoints
+from tests.support.oracle import tiny_llama
 from tests.support.samples import write_tokenizer
 from workbench.explain.fake_group import fake_rank
 from workbench.prepare.tokens import train_bpe

@@ -18,7 +18,7 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.model.placement import main_grad, placement, replicas
+from picotron.model.placement import main_grad, owned_weight, placement, replicas
 from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
 from workbench.generation.rotation import generate
@@ -99,7 +99,7 @@ def train(case: Case, trainer: Trainer) -> Result:
     for step in case.steps:
         batches = trainer.split(as_packed(case.batch(step)))
         loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
-        gradients.append({name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters()})
+        gradients.append({name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters() if p.requires_grad})
         norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
         trainer.scheduler.step()
         trainer.progress = trainer.progress.after_step(trainer.config)
@@ -117,7 +117,7 @@ def train(case: Case, trainer: Trainer) -> Result:
         found = generate(trainer.stage, case.prompts(), Sampling(case.new_tokens))
         result.tokens = [completion.tokens for completion in found]
     masters = trainer.optimizer.masters
-    result.weights = {name: whole_part(p, masters[p]) for name, p in llama.named_parameters()}
+    result.weights = {name: whole_part(p, masters.get(p, owned_weight(p))) for name, p in llama.named_parameters()}
     return result
 
 

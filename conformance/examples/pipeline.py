@@ -1,6 +1,6 @@
 """A pipeline in plain torch, 1F1B: each rank has some layers, and activations travel from rank to rank.
 
-Narayanan et al. 2021, arXiv:2104.04473.
+Narayanan et al. 2020, arXiv:2006.09503.
 """
 
 from typing import Any

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.case import cross_entropy, weights_of
-from conformance.training import Fails, Failure
 from picotron import process_group_manager as pgm
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import reduce_from_ranks
+from tests.support.training import Fails, Failure
 from workbench.own_loops import batches
 from workbench.own_loops.log_probs import log_probs
 

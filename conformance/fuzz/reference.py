@@ -17,11 +17,12 @@ from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
 from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
 from conformance.fuzz.sequences import Document, rows_of_case
-from conformance.oracle import oracle_model, our_model, torch_adamw
+from conformance.models import biases, move_biases
 from conformance.reference import copies, logits_of_documents
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
+from tests.support.oracle import oracle_model, our_model, torch_adamw
 
 Batch = dict[str, Any]
 
@@ -56,12 +57,14 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
             optimizer.zero_grad()
             loss.backward()
             found.setdefault("gradients", named_as(weights, {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in (*model.named_parameters(), *biases(model).items())
             }))  # fmt: skip
             limit = math.inf if run.training.max_grad_norm is None else run.training.max_grad_norm
             found["losses"].append(loss.item())
             found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
+            move_biases(model, run.training.router_bias_rate)
             step, samples = step + 1, samples + G
             if rows is not None and run.training.eval_frequency:
                 with torch.no_grad():

@@ -16,7 +16,7 @@ from picotron.config import Config
 from picotron.data.loader import Rows, epoch_order
 from workbench.prepare.tokens import write_tokens
 from workbench.run.model_config import load_model_config
-from workbench.run.rows import HELD_OUT
+from workbench.run.rows import HELD_OUT, held_out_sequences
 from workbench.run.token_files import Samples, for_data, map_token_files
 from workbench.variants.choose import split_train_eval
 
@@ -53,7 +53,7 @@ def rows_of_case(case: Case, folder: Path, config: Config) -> CaseRows:
         if name:
             return CaseRows(whole, rows_of_text(case, config, evaluated_of(case)))
         order = epoch_order(len(whole), config.training.seed, HELD_OUT).tolist()
-        held_out = config.held_out_sequences
+        held_out = held_out_sequences(config)
         training, evaluation = sorted(order[held_out:]), sorted(order[:held_out])
         return CaseRows([whole[i] for i in training], [whole[i] for i in evaluation])
     model_config = load_model_config(config.model)

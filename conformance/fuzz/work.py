@@ -15,10 +15,8 @@ from torch import nn
 from conformance.fuzz.cases import Case
 from conformance.fuzz.files import config_of, own_batch, sequences_of
 from conformance.fuzz.losses import LOSSES, failing
-from conformance.fuzz.modules import train_stages
+from conformance.fuzz.pipelines import train_stages
 from conformance.fuzz.programs import run_program
-from conformance.oracle import drawn_weights
-from conformance.training import Failure, all_stages, pipeline_of
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
@@ -26,6 +24,8 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.optimizer import clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import drawn_weights
+from tests.support.training import Failure, all_stages, pipeline_of
 from workbench.own_loops.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import check_layout
@@ -160,6 +160,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
                 result["gradients"] = all_stages(llama, "main_grad")
             result["norms"].append(clip_grad_norm(model, training.max_grad_norm).item())
             optimizer.step()
+            vars(llama).get("after_step", dict)()
             scheduler.step()
             optimizer.zero_grad()
             progress = progress.after_step(config)

@@ -1,4 +1,4 @@
-"""train.py with a mistake, to see how a run hangs or goes wrong, see docs/debugging.md:
+"""train.py with a mistake, to see how a run hangs, goes wrong or is slow, see docs/debugging.md and docs/slow.md:
 
     torchrun --nproc_per_node 2 -m docs.programs.broken_run rank_raises --config docs/small.json --distributed.dp_size 2
 
@@ -24,10 +24,14 @@ from torch import Tensor
 
 import train
 from conformance.examples.ring import Shift
+from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
+from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.model.placement import sum_partial_gradients
 from picotron.pipeline_parallel.pipeline_parallel import train_step
 from workbench.pipelines.executor import start_message
+from workbench.pipelines.recorder import Recorder, record_action
 from workbench.run.launch import exit_on_error
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -83,6 +87,25 @@ def launch_sum(bucket: Bucket) -> None:
     bucket.work = all_reduce(bucket.buffer, bucket.group, async_op=True)
 
 
+def late_next(loader: MicroBatchDataLoader) -> dict[str, Any]:
+    time.sleep(0.03)
+    return next_batch(loader)
+
+
+def late_sum(model: Any) -> None:
+    time.sleep(0.25)
+    sum_partial_gradients(model)
+
+
+@contextlib.contextmanager
+def action_of_half_a_processor(name: str, recorder: Recorder | None = None) -> Iterator[None]:
+    with record_action(name, recorder):
+        start = time.perf_counter()
+        yield
+        if pgm.process_group_manager.pp_rank == 1:
+            time.sleep(time.perf_counter() - start)
+
+
 def own_groups(rows: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     groups = [dist.new_group(ids, backend=backend) for ids in rows if dist.get_rank() in ids]
     return groups[0]
@@ -116,6 +139,7 @@ class SkippingRing:
 
 
 STEP = "train.train_step"
+next_batch = MicroBatchDataLoader.__next__
 
 
 class Broken(NamedTuple):
@@ -149,6 +173,17 @@ MISTAKES = {
     "gradients_not_divided": Broken(
         "The gradients are summed over the ranks, but not divided by their number.",
         {"picotron.data_parallel.data_parallel.Bucket.launch": launch_sum},
+    ),
+    "late_data": Broken(
+        "Each micro-batch arrives 30 ms late.", {"picotron.data.loader.MicroBatchDataLoader.__next__": late_next}
+    ),
+    "late_sum": Broken(
+        "The sum of the tied embedding's gradients arrives 250 ms late.",
+        {"picotron.data_parallel.data_parallel.sum_partial_gradients": late_sum},
+    ),
+    "slow_rank": Broken(
+        "pp rank 1 takes twice as long (with logging.trace_steps).",
+        {"workbench.pipelines.executor.record_action": action_of_half_a_processor},
     ),
     "nan_on_one_rank": Broken("In step 3, a weight of rank 1 becomes NaN.", {STEP: in_step_3(damage)}),
 }

@@ -18,13 +18,18 @@ class Experts:
         size: intermediate size of an expert.
         normalised: whether the weights of a token's experts are divided by their sum.
         dense: layers that have an MLP nevertheless.
+        shared: intermediate size of one more expert, through which all tokens pass; 0 for none.
+        scale: None if scores are a softmax; else they are sigmoids, a bias of each expert is added to them for the
+            choice only, and this factor multiplies the weights (DeepSeek-AI 2024, arXiv:2412.19437).
     """
 
     number: int
     chosen: int
     size: int
     normalised: bool
-    dense: list[int]  # as JSON has it
+    dense: tuple[int, ...]
+    shared: int
+    scale: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +85,13 @@ def _qwen3(config: Any) -> Differences:
     return Differences(config.attention_bias, config.attention_bias, qk_norm="head", window=_window(config))
 
 
-def _mixtral(config: Any) -> Differences:
-    """Mixtral (Jiang et al. 2024, arXiv:2401.04088)."""
-    return dataclasses.replace(_mistral(config), experts=_experts(config))
-
-
 def _olmoe(config: Any) -> Differences:
-    """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060)."""
-    return dataclasses.replace(_olmo2(config), norm_after=False, experts=_experts(config))
+    """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060), without its experts."""
+    return dataclasses.replace(_olmo2(config), norm_after=False)
 
 
 def _qwen3_moe(config: Any) -> Differences:
-    """Qwen3's mixtures of experts (arXiv:2505.09388)."""
+    """Qwen3's mixtures of experts (arXiv:2505.09388), without these."""
     return dataclasses.replace(_olmoe(config), qk_norm="head", window=config.sliding_window)
 
 
@@ -118,6 +118,11 @@ def _gemma(config: Any) -> Differences:
     return Differences(qkv_bias=bias, o_bias=bias, norm_offset=1.0, embedding_multiplier=scale)
 
 
+def _mixture(family: Callable[[Any], Differences]) -> Callable[[Any], Differences]:
+    """Return a family with experts, from the same one without."""
+    return lambda config: dataclasses.replace(family(config), experts=_experts(config))
+
+
 FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of a config.json
     "llama": _llama,
     "mistral": _mistral,
@@ -127,9 +132,10 @@ FAMILIES: dict[str, Callable[[Any], Differences]] = {  # by the `model_type` of 
     "olmo2": _olmo2,
     "granite": _granite,
     "gemma": _gemma,
-    "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
+    "qwen3_moe": _mixture(_qwen3_moe),
+    "mixtral": _mixture(_mistral),  # Jiang et al. 2024, arXiv:2401.04088
+    "olmoe": _mixture(_olmoe),
+    "dots1": _mixture(_qwen3),  # Huo et al. 2025, arXiv:2506.05767
 }
 
 
@@ -144,9 +150,7 @@ def head_size(config: "PreTrainedConfig") -> int:
 
 
 def architecture(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Return all that determines what a model computes from its weights, except for its number of layers. The values
-    can be written as JSON.
-    """
+    """Return all that determines what a model computes from its weights, except for its number of layers."""
     keys = (
         "model_type",
         "vocab_size",
@@ -154,11 +158,13 @@ def architecture(config: "PreTrainedConfig") -> dict[str, Any]:
         "intermediate_size",
         "num_attention_heads",
         "num_key_value_heads",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "hidden_act",
     )
-    others = ("tie_word_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act")
-    values = {key: getattr(config, key) for key in (*keys, *others)}
-    own = dataclasses.asdict(differences(config))
-    return values | {"head_dim": head_size(config)} | own | {"unrotated": list(own["unrotated"])}
+    values = {key: getattr(config, key) for key in keys}
+    return values | {"head_dim": head_size(config)} | dataclasses.asdict(differences(config))
 
 
 def _window(config: Any) -> int | None:
@@ -168,13 +174,17 @@ def _window(config: Any) -> int | None:
 
 def _experts(config: Any) -> Experts:
     """Return the experts of a model. Not every family's config has all of these keys."""
-    step, only = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ())
+    key = vars(config).get
+    size = key("moe_intermediate_size", config.intermediate_size)
+    without = key("mlp_only_layers", range(key("first_k_dense_replace", 0)))
     return Experts(
         config.num_local_experts,
         config.num_experts_per_tok,
-        getattr(config, "moe_intermediate_size", config.intermediate_size),
-        getattr(config, "norm_topk_prob", True),
-        [i for i in range(config.num_hidden_layers) if i in only or (i + 1) % step],
+        size,
+        key("norm_topk_prob", True),
+        tuple(i for i in range(config.num_hidden_layers) if i in without or (i + 1) % key("decoder_sparse_step", 1)),
+        size * (key("n_shared_experts") or 0),
+        key("routed_scaling_factor"),
     )
 
 
@@ -206,7 +216,7 @@ def part_parameters(config: "PreTrainedConfig", tp_size: int = 1, active: bool =
     matrices, mlp = D * (2 * queries + 2 * kv), 3 * D * F
     if experts := differs.experts:
         used = experts.chosen if active else experts.number
-        mixture = D * (3 * used * experts.size // tp_size + experts.number)
+        mixture = D * (3 * (used * experts.size + experts.shared) // tp_size + experts.number)
         mlp = mixture + (mlp - mixture) * len(experts.dense) // config.num_hidden_layers
     biases = (queries + 2 * kv) * differs.qkv_bias + D * differs.o_bias + (2 * F + D) * differs.mlp_bias
     norms = {None: 0, "head": 2 * d, "all heads": queries + kv}[differs.qk_norm] + 2 * D

@@ -69,7 +69,7 @@ def materialise(model: Llama, device: torch.device, read: ReadTensor | None) -> 
         else:
             copy_part(values, parameter, name, read)
         owner, _, leaf = name.rpartition(".")
-        allocated = nn.Parameter(values)
+        allocated = nn.Parameter(values, parameter.requires_grad)
         place(allocated, **vars(placement(parameter)))
         setattr(model.get_submodule(owner), leaf, allocated)
     model.frequencies = model.frequencies.to(device)  # here, because the CPU waits for a copy to a GPU
@@ -90,7 +90,7 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
     def draw(name: str, shape: torch.Size, index: Index) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.full(shape, 1.0 - differences(config).norm_offset)[index]
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)[index]
         (first_row, last_row, _), (first_column, last_column, _) = (
             each.indices(size) for each, size in zip((*index, ALL, ALL), shape, strict=False)

@@ -33,16 +33,32 @@ def kept(value: Any, seen: set[int]) -> int:
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     n, full = group.size, torch.nn.Parameter(randn(P, seed=0))
     optimizer = torch.optim.AdamW([full], lr=0.1, weight_decay=0.1)
+    wrong = {
+        "the decay of the weights is missing": torch.optim.AdamW([full.detach().clone()], 0.1, weight_decay=0),
+        "the decay is added to the gradient, as in Adam": torch.optim.Adam(
+            [full.detach().clone()], 0.1, weight_decay=0.1
+        ),
+        "both moments are corrected as in step 1": torch.optim.AdamW([full.detach().clone()], 0.1, weight_decay=0.1),
+    }
     w, state = full.detach().clone(), dict[str, Any]()
     for number in range(1, STEPS + 1):
         report.begin(f"step {number}, {P} weights")
         gradients = randn(n, P, seed=number)
         full.grad = gradients.mean(0)
         optimizer.step()
+        mistakes = {}
+        for kind, other in wrong.items():
+            (copy,) = other.param_groups[0]["params"]
+            copy.copy_(w)
+            copy.grad = full.grad
+            if kind.endswith("1") and number > 1:
+                other.state[copy]["step"].zero_()
+            other.step()
+            mistakes[kind] = copy.clone()
         result, sent = group.call(learner.step, w.clone(), gradients[group.rank].clone(), state, group)
         report.picture = draw(result, full.detach(), n, number)
         try:
-            group.expect(result, full.detach(), report.case, "weights")
+            group.expect(result, full.detach(), report.case, "weights", mistakes=mistakes)
         except Wrong as error:
             comparable = isinstance(result, Tensor) and result.shape == full.shape and result.dtype == full.dtype
             if not comparable or not torch.allclose(result, full.detach(), rtol=1e-4, atol=1e-4):

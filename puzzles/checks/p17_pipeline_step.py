@@ -10,24 +10,25 @@ from torch import Tensor, nn
 from puzzles.group import Group
 from puzzles.pictures import PALE, Cell, colour_of, rows
 from puzzles.report import Report
-from puzzles.tensors import randn
+from puzzles.tensors import difference, randn
 
 SIZES = (1, 2, 4)
 TOKENS, WIDTH = 3, 5
 
 
 class Noted(torch.autograd.Function):
-    """forward and backward: identity, which writes F or B into a list."""
+    """forward and backward: identity, which writes F or B into a list, and dy to the number of its forward."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, events: list[str]) -> Tensor:
-        ctx.events = events
-        events.append("F")
+    def forward(ctx: Any, y: Tensor, stage: "Stage") -> Tensor:
+        ctx.stage, ctx.number = stage, stage.events.count("F")
+        stage.events.append("F")
         return y.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.events.append("B")
+        ctx.stage.events.append("B")
+        ctx.stage.gradients[ctx.number] = dy
         return dy, None
 
 
@@ -38,9 +39,10 @@ class Stage(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(randn(WIDTH, WIDTH, seed=number))
         self.events: list[str] = []
+        self.gradients: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return Noted.apply(x + torch.tanh(x @ self.weight.T), self.events)
+        return Noted.apply(x + torch.tanh(x @ self.weight.T), self)
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
@@ -64,9 +66,16 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         result, _ = group.call(learner.step, stage, [x.clone() for x in inputs], loss, group)
         programs = group.gather(stage.events)
         report.picture = draw(programs)
+        whole = model[group.rank]
         last = group.rank == group.size - 1
         group.expect(torch.as_tensor(result, dtype=torch.float64), total.detach() * last, where, "the mean loss")
-        group.expect(stage.weight.grad, model[group.rank].weight.grad, where, "the gradient of the stage's weight")
+        found = difference(stage.weight.grad, whole.weight.grad, "the gradient of the stage's weight")
+        swapped = [
+            f"; the backward of micro-batch {i} gets the gradient that belongs to micro-batch {j}"
+            for i, j in itertools.permutations(range(m), 2)
+            if i in stage.gradients and not difference(stage.gradients[i], whole.gradients[j])
+        ]
+        group.require(not found, f"{group.here}{where}: {found}{''.join(swapped[:1])}")
         counts = {kind: stage.events.count(kind) for kind in "FB"}
         group.require(counts == {"F": m, "B": m}, f"{group.here}{where}: the stage ran {counts}, expected {m} of each")
         held = max(itertools.accumulate(1 if event == "F" else -1 for event in stage.events))

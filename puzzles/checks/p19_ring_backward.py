@@ -4,13 +4,23 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from puzzles.checks.p11_ring_attention import TOKENS, H, d, draw
+from puzzles.checks.p11_ring_attention import TOKENS, UNSCALED, H, d, draw, wrong_masks
 from puzzles.group import Group
 from puzzles.report import Report, Score
 from puzzles.tensors import randn
 
 SIZES = (2, 4)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, seen: Tensor, weighted: Tensor, scale: float = d**-0.5
+) -> tuple[Tensor, ...]:
+    """Return dq, dk and dv over the whole sequence, from the sums `weighted` over p dp."""
+    p = (q @ k.mT * d**-0.5 - lse[..., None]).exp().masked_fill(~seen, 0)
+    ds = p * (dout @ v.mT - weighted) * scale
+    return ds @ k, ds.mT @ q, p.mT @ dout
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
@@ -28,7 +38,15 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         result, sent = group.call(learner.ring_backward, *own, group)
         unit = 2 * H * TOKENS * d
         report.picture = draw(group, unit)
-        group.expect(result, tuple(each.chunk(n, 1)[rank] for each in expected), report.case, ("dq", "dk", "dv"))
+        weighted = (dout * out).sum(-1, keepdim=True)
+        wrong = {kind: gradients(q, k, v, lse, dout, mask, weighted) for kind, mask in wrong_masks(n).items()}
+        wrong["the gradient of the scores lacks the sum over p dp"] = gradients(
+            q, k, v, lse, dout, ~future, 0 * weighted
+        )
+        wrong[UNSCALED] = gradients(q, k, v, lse, dout, ~future, weighted, 1.0)
+        mistakes = {kind: [each.chunk(n, 1)[rank] for each in three] for kind, three in wrong.items()}
+        mine = tuple(each.chunk(n, 1)[rank] for each in expected)
+        group.expect(result, mine, report.case, ("dq", "dk", "dv"), mistakes=mistakes)
         average = sum(group.gather(sent)) / n / unit
         # A query needs d numbers, its output's gradient too, and two sums; its own gradient comes back from every rank.
         best = sum(range(n)) / n * (3 * d + 2) / (2 * d)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from conformance.check import Checker, Row
-from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
+from conformance.mistakes import MISTAKES
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 Check = Callable[..., Row]
+DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ FAST = (
 @pytest.mark.processes
 @pytest.mark.parametrize("name", FAST)
 def test_a_mistake_is_placed(name: str, check: Check) -> None:
-    mistake: Mistake = MISTAKES[name]
-    _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake)
+    mistake = MISTAKES[name]
+    _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake.file)
     row = check(adapter, chapter, layout, mistake.old, mistake.new)
     assert row.verdict == "differs"
     assert re.search(mistake.place, row.trace), row.trace

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import get_wsd_schedule
 
-from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import all_stages, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from docs.solutions import training_step
 from docs.solutions.striped import pairs, striped_positions
@@ -18,6 +16,8 @@ from picotron.config import Training
 from picotron.console import UserError
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.optimizer import learning_rate_factor
+from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import all_stages, step_of, wrapped
 from workbench.own_loops.batches import split_batch, train_batch
 from workbench.schedules.actions import AnyAction, parse_action
 from workbench.schedules.schedule_csv import read_csv

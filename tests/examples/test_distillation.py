@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import TextRows
 from tests.support.examples import make_trainer, results, save_model, words
+from tests.support.oracle import assert_close, with_exact_norms
 from workbench.own_loops.trainer import Data
 from workbench.prepare.tokens import train_bpe
 

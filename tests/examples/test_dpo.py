@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conformance.fuzz.chat_templates import CHATML
-from conformance.oracle import assert_close, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
 from tests.support.examples import make_trainer, results, save_model, words
+from tests.support.oracle import assert_close, with_exact_norms
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.own_loops.trainer import Data, fingerprint
 from workbench.prepare.tokens import tokenizer_folder

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from conformance.oracle import assert_close, make_config, torch_adamw, with_exact_norms
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import assert_close, make_config, torch_adamw, with_exact_norms
+from tests.support.training import CPU
 from workbench.schedules.schedules import build, forward_only
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from conformance.fuzz.chat_templates import CHATML, TOOLS
-from conformance.oracle import assert_close, our_model, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
 from tests.support.examples import make_trainer, results, save_model, save_weights
+from tests.support.oracle import assert_close, our_model, with_exact_norms
 from tests.support.samples import messages, with_template, write_jsonl
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion

@@ -1,6 +1,8 @@
 """Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conformance.oracle import drawn_weights, make_config, tiny_llama
-from conformance.training import CPU, all_stages, train_steps
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.training import CPU, all_stages, train_steps
 from workbench.pipelines.engine import plan_pipeline
 from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.variants.choose import build_model
@@ -35,7 +37,7 @@ def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config
         "checkpoint__save_dir": str(save_dir),
         "checkpoint__save_frequency": 100,  # so only the last step is saved
     }
-    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **keys | changes)
+    return make_config(**layout, **keys | changes)
 
 
 def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
@@ -72,12 +74,19 @@ def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
 
 def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
     """Train, and return the number of steps and the warnings."""
+    with recorded_warnings() as lines:
+        return len(train(config, model_config, tokenizer)["losses"]), lines
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Append the warnings of a worker to a list, in a `with` block."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("picotron").addHandler(handler)
     try:
-        return len(train(config, model_config, tokenizer)["losses"]), lines
+        yield lines
     finally:
         logging.getLogger("picotron").removeHandler(handler)
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
-from conformance.oracle import our_model, tiny_llama
-from conformance.training import CPU, all_stages
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import our_model, tiny_llama
 from tests.support.samples import write_tokenizer
+from tests.support.training import CPU, all_stages
 from workbench.own_loops.trainer import Data, Trainer
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
-from conformance.training import CPU, pipeline_of
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel import guards
@@ -29,6 +28,7 @@ from picotron.model.placement import Index
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.training import CPU, pipeline_of
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
 from workbench.pipelines import recorder

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
+from tests.support.oracle import make_config, tiny_llama
 from workbench.prepare.tokens import train_bpe, write_tokens
 from workbench.run.token_files import Samples, map_token_files
 

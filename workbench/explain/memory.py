@@ -42,12 +42,14 @@ without dropout and scores. Without a fused kernel, or with Ulysses, autograd sa
     on a GPU, not in bfloat16           k and v of H heads each, except with cp_engine "ring" or "all_gather"
     cp_engine is "ulysses"              y twice, before and after its all-to-all
 
-With E experts in the place of an MLP, of which each token uses k, F is the sum of the sizes of these k. Assumed is an
-even load: each expert computes as many rows as any other. The block saves more, and torch.compile does not compile it:
+With E experts in the place of an MLP, of which each token uses k, F is the sum of the sizes of these k and of a shared
+expert. Assumed is an even load: each expert computes as many rows as any other. Biases of routers, which have no
+gradients, are left out. The block saves more, and torch.compile does not compile it:
 
     operation                           saved tensors                                  numbers per token
     b, gathered over tp                 b, if sequence parallelism split it            D instead of D / tp
     weights = softmax(router(b))        probabilities, weights, their sum, wide        E + 2 k + 1
+    with sigmoids instead               b in float32, if it is in a narrower dtype     D
     rows, sorted by expert              rows for gate and up                           k D
     y = sum of weights * outputs        outputs                                        k D
     orders of the rows                  experts and two orders, in 8 bytes             3 k, or with ep 5 k
@@ -147,9 +149,10 @@ def sizes(config: "Config", model: "PreTrainedConfig") -> Sizes:
     if experts:
         E, k = experts.number, experts.chosen
         dense = len(experts.dense) / model.num_hidden_layers
-        F = round(F * dense + k * experts.size * (1 - dense))
+        F = round(F * dense + (k * experts.size + experts.shared) * (1 - dense))
         rows = round(k * model.hidden_size * (1 - dense))
-        router = round((wide * (E + 2 * k + 1) + 8 * k * (3 if layout.ep_size == 1 else 5)) * (1 - dense))
+        copied = model.hidden_size if experts.scale is not None and number < wide else 0  # the router's input
+        router = round((wide * (E + 2 * k + 1 + copied) + 8 * k * (3 if layout.ep_size == 1 else 5)) * (1 - dense))
     return Sizes(
         number=number,
         wide=wide,

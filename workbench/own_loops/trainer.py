@@ -48,7 +48,7 @@ from workbench.run.token_files import load_data
 from workbench.variants.choose import build_model, build_stage, make_optimizer, split_train_eval
 
 KEYS_OF_TRAIN = """
-    training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
+    training.router_bias_rate training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
     dataset.eval_split dataset.subset_name dataset.split dataset.num_proc dataset.text_column dataset.prompt_column
     dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.skip_invalid dataset.long_samples
     dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt

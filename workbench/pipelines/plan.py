@@ -1,6 +1,7 @@
 """The plan of a pipeline with any schedule: the schedule of a training step, and the layers of each stage. No torch."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +116,9 @@ def settings_of(config: "Config", model_config: "PreTrainedConfig", stages: Sequ
     """Return what the time of an action of a stage depends on: not the schedule, nor the number of micro-batches."""
     layout, compiled = config.distributed, config.training.compile
     keys = {f"{name}.{key}": getattr(getattr(config, name), key) for name, section in KEYS.items() for key in section}
+    architecture_as_json = json.loads(json.dumps(architecture(model_config)))  # in which tuples are lists
     return {
-        **{f"{key} of the model": value for key, value in architecture(model_config).items()},
+        **{f"{key} of the model": value for key, value in architecture_as_json.items()},
         **keys,
         "training.compile": not layout.use_cpu if compiled is None else compiled,
         "distributed.pp_keep_activations": config.schedule.pp_keep_activations,  # its name in earlier recordings

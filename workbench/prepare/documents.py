@@ -95,7 +95,7 @@ def load_documents(
         return itertools.islice(mix(streams, weights, seed) if mixture else streams[section.name], limit)
 
     size = parts[0].size if mixture is None and limit is None else None
-    return Documents(section.title, hashlib.sha256(key.encode()).hexdigest(), size, read)
+    return Documents(" and ".join(weights), hashlib.sha256(key.encode()).hexdigest(), size, read)
 
 
 def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int) -> Iterator[Any]:

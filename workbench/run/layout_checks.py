@@ -1,7 +1,6 @@
 """Checks of a run before it starts: that the machine, the model and the layout fit together."""
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from picotron.optimizer import learning_rate_factor
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 from workbench.run.launch import check_world_size
-from workbench.run.metrics import check_wandb
+from workbench.run.metrics import Progress, check_wandb
 from workbench.run.model_config import check_window, load_model_config
 
 logger = logging.getLogger("picotron")
@@ -55,7 +54,7 @@ def check_layout(config: Config, model_config: PreTrainedConfig, plan_pipeline: 
         lambda: check_window(model_config, length, f"training.seq_length={length}"),
         lambda: check_context_parallel(model_config, layout),
         lambda: check_float8(config, model_config),
-        lambda: check_experts(model_config, layout),
+        lambda: check_experts(model_config, layout, config.training.router_bias_rate),
         lambda: plan_pipeline(config, model_config),
     )
 
@@ -89,13 +88,20 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
-def check_experts(config: PreTrainedConfig, layout: Distributed) -> None:
-    """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks."""
+def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: float = 0.0) -> None:
+    """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks, or if routers
+    have no bias for a rate.
+    """
     experts, ep = differences(config).experts, layout.ep_size
     if ep > 1 and (experts is None or experts.number % ep):
         number = experts.number if experts else 0
         remedy = f"a divisor of {number}" if number else "1"
         raise UserError(f"distributed.ep_size={ep} cannot split the model's {number} experts per layer; use {remedy}")
+    if bias_rate and (experts is None or experts.scale is None):
+        raise UserError(
+            f"training.router_bias_rate={bias_rate:g} needs a model whose routers have a bias (model_type='dots1'), not "
+            f"model_type={config.model_type!r}; set it to 0"
+        )
     if experts is not None and experts.size % layout.tp_size:
         raise UserError(
             f"tp_size={layout.tp_size} does not divide {experts.size}, the intermediate size of an expert; use a divisor"
@@ -107,7 +113,7 @@ def warn_of_early_end(config: Config) -> None:
     training, rate = config.training, config.training.learning_rate
     if training.max_tokens is None or training.lr_scheduler == "constant":
         return
-    steps = math.ceil(training.max_tokens / (config.global_batch_size * training.seq_length))
+    steps = Progress().remaining(config)
     if steps < training.total_train_steps:
         logger.warning(
             "training.max_tokens=%d ends the run after step %d of %d, where the learning rate is %.3g, and not yet the %.3g of "

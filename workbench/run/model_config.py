@@ -26,6 +26,17 @@ ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope
 }
 
 
+EXPERT_KEYS = [
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "routed_scaling_factor",
+]
+
+
 class Limits(BaseModel):
     """Limits of the keys of a config.json that `Llama` reads, where transformers checks types at most."""
 
@@ -58,6 +69,9 @@ class Limits(BaseModel):
     moe_intermediate_size: Size = 1
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 0
+    n_shared_experts: Annotated[int, Field(ge=0)] | None = None
+    routed_scaling_factor: Multiplier = 1
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -174,7 +188,17 @@ def check_supported(config: PreTrainedConfig) -> None:
             f"no_rope_layers in the model's config.json has {len(rotations)} layers, not {config.num_hidden_layers}, "
             f"the num_hidden_layers; add the others, or remove the key"
         )
+    foreign = [name for name in EXPERT_KEYS if name in vars(config) and not hasattr(type(config), name)]
     experts = differences(config).experts
+    if experts and foreign:  # which `differences` would apply, and transformers ignores
+        raise UserError(
+            f"{foreign[0]} in the model's config.json has no meaning for model_type={config.model_type!r}; remove the key "
+            f"in a copy of the model's folder"
+        )
+    if experts and experts.scale is not None and not experts.shared:
+        raise UserError(
+            f"model_type={config.model_type!r} needs n_shared_experts, at least 1, in the model's config.json; add the key"
+        )
     if experts and experts.chosen > experts.number:
         raise UserError(
             f"num_experts_per_tok={experts.chosen} in the model's config.json exceeds the {experts.number} experts of a "
@@ -190,6 +214,7 @@ def check_supported(config: PreTrainedConfig) -> None:
         # Its auxiliary loss, a product of means over a batch, would depend on how the layout cuts the batch.
         "output_router_logits": (getattr(config, "output_router_logits", False), (False, None)),
         "router_jitter_noise": (getattr(config, "router_jitter_noise", 0), (0, None)),
+        "n_group": (getattr(config, "n_group", 1), (1,)),
         "clip_qkv": (getattr(config, "clip_qkv", None), (None,)),
     }
     for name, (value, supported) in features.items():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from picotron.config import Config
+from picotron.config import Config, Dataset
 from picotron.console import UserError
 from picotron.data.loader import Row, Rows, TextRows, epoch_order
 from workbench.run.token_files import Samples, Text
@@ -52,6 +52,12 @@ def data_fingerprint(rows: Rows, config: Config) -> str:
     return hashlib.sha256(repr(rules).encode() + ends.astype(np.int64).tobytes()).hexdigest()[:24]
 
 
+def held_out_sequences(config: Config) -> int:
+    """Return the number of sequences of the training data that are evaluated, and not trained on."""
+    evaluates = config.training.eval_frequency and config.dataset.eval_name is None
+    return config.training.eval_steps * config.global_batch_size if evaluates else 0
+
+
 def hold_out(rows: Rows, summary: str, config: Config, unit: int) -> tuple[Rows, Rows]:
     """Return the rows for training and those for evaluations, `held_out_sequences` of them, drawn with the seed.
 
@@ -62,7 +68,7 @@ def hold_out(rows: Rows, summary: str, config: Config, unit: int) -> tuple[Rows,
     Raises:
         UserError: there are fewer rows than evaluation and one global batch need.
     """
-    batch, held_out = config.global_batch_size, config.held_out_sequences
+    batch, held_out = config.global_batch_size, held_out_sequences(config)
     if len(rows) < batch + held_out:
         also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
         raise UserError(
@@ -84,7 +90,12 @@ def split_train_eval(data: Text | Samples, config: Config, evaluation: object = 
 
 
 def summary_of(text: Text, config: Config) -> str:
-    return f"{len(text.tokens):,} tokens in {config.dataset.title}"
+    return f"{len(text.tokens):,} tokens in {title_of(config.dataset)}"
+
+
+def title_of(section: Dataset) -> str:
+    """Return the names of the data sets."""
+    return " and ".join(section.weights)
 
 
 def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:

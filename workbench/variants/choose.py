@@ -74,7 +74,7 @@ def build_stage(
         from workbench.variants.experts import put_experts
 
         def keep(llama: Llama) -> PipelineParallel:
-            return pipeline(put_experts(llama, config.distributed))
+            return pipeline(put_experts(llama, config.distributed, config.training.router_bias_rate))
 
     stage = parallelize.build_stage(config, model_config, keep, *others)
     llama = unwrap(stage)
@@ -106,7 +106,7 @@ def build_model(
     stage = build_stage(config, model_config, pipeline, device, dtype, weights if engine != "zero3" else None)
     llama = unwrap(stage)
     for name, parameter in llama.named_parameters():  # before wrapping: frozen ones get no gradient buffers
-        parameter.requires_grad_(not frozen(name))
+        parameter.requires_grad_(parameter.requires_grad and not frozen(name))
     if config.model.float8:
         from workbench.variants.float8 import use_float8
 
@@ -181,7 +181,7 @@ def split_train_eval(
         why = f" (the loss counts none of their first {length + 1:,} tokens{too_long})" if packed.dropped else ""
         rows, unit = packed.rows, 1
         summary = (
-            f"{len(data.lengths):,} samples in {config.dataset.title}, {packed.cut:,} cut and {packed.dropped:,} "
+            f"{len(data.lengths):,} samples in {run_rows.title_of(config.dataset)}, {packed.cut:,} cut and {packed.dropped:,} "
             f"dropped{why}; {len(packed.rows):,} rows of {length:,} tokens, {packed.empty:.1%} empty"
         )
     trained, held = run_rows.hold_out(rows, summary, config, unit)

@@ -29,10 +29,11 @@ def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
         if isinstance(layer, DecoderLayer):  # nothing keeps the norms of a PostNormLayer, which are added
             recompute_result(layer.input_layernorm, layer.self_attn, True, used)
             recompute_result(layer.post_attention_layernorm, layer.mlp, splits_mlp, used)
-        experts = getattr(layer.mlp, "experts", None)
-        blocks = {layer.mlp: layer.mlp.down_proj} if experts is None else {each: each.down for each in experts.values()}
-        for block, down in blocks.items():
-            recompute_result(block.act_fn, down, splits_mlp, used)
+        blocks: Any = layer.mlp.modules()  # itself, or its experts
+        for block in blocks:
+            if hasattr(block, "act_fn"):
+                down = block.down_proj if block is layer.mlp else block.down
+                recompute_result(block.act_fn, down, splits_mlp, used)
         layer.register_forward_hook(functools.partial(empty, used))
 
 

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conformance.oracle import (
-    make_config,
-    tiny_llama,
-)
 from conformance.worker_pool import WorkerPool
 from picotron.config import Distributed
 from picotron.console import UserError
 from picotron.context_parallel import block_attention
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import (
+    make_config,
+    tiny_llama,
+)
 from workbench.run.layout_checks import check_context_parallel
 from workbench.variants.choose import attention
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conformance.oracle import assert_close
 from conformance.worker_pool import WorkerPool
 from picotron.model import cross_entropy
 from picotron.model.cross_entropy import (
@@ -21,6 +20,7 @@ from picotron.model.cross_entropy import (
 )
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel import tensor_parallel
+from tests.support.oracle import assert_close
 from workbench.own_loops.log_probs import linear_log_probs
 
 

@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conformance import models
-from conformance.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model import weights
 from picotron.model.families import FAMILIES, differences
 from picotron.model.llama import rope, rope_frequencies
 from picotron.model.weights import ALL, initial_weights
+from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama, with_exact_norms
 from workbench.pipelines.engine import check_layout
 from workbench.run.model_config import load_model_config
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import assert_close, oracle_model, our_model, tiny_llama, torch_adamw
-from conformance.training import CPU, Loader, all_stages, batches, pipeline_config, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
+from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, torch_adamw
+from tests.support.training import CPU, Loader, all_stages, batches, pipeline_config, wrapped
 from workbench.variants.choose import make_optimizer
 
 MODEL = {"num_hidden_layers": 4, "tie_word_embeddings": True}

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.oracle import make_config, tiny_llama
-from conformance.training import CPU, Loader, batches, stage_of
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import train_step, train_step_pipeline_1f1b, train_step_pipeline_afab
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, Loader, batches, stage_of
 from workbench.schedules.schedules import build
 
 STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from conformance.training import CPU
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.pipeline_parallel.pp_communications import (
     bidirectional_pipeline_communicate,
     pipeline_communicate,
 )
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.training import CPU
 
 
 def wrong_message(kind: str) -> None:

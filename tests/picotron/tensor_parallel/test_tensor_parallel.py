@@ -8,14 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conformance.oracle import (
-    assert_close,
-    drawn_weights,
-    oracle_model,
-    our_model,
-    tiny_llama,
-)
-from conformance.training import CPU, gathered
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
@@ -24,6 +16,14 @@ from picotron.model.weights import materialise
 from picotron.optimizer import clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
+from tests.support.oracle import (
+    assert_close,
+    drawn_weights,
+    oracle_model,
+    our_model,
+    tiny_llama,
+)
+from tests.support.training import CPU, gathered
 from workbench.variants.float8 import CalledProjections
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -12,12 +12,12 @@ from transformers import LlamaConfig
 
 import train
 from conformance.models import small_config
-from conformance.oracle import make_config, random_rows, tiny_llama
-from conformance.training import CPU, layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
+from tests.support.oracle import make_config, random_rows, tiny_llama
+from tests.support.training import CPU, layout_name, step_of, wrapped
 from workbench.explain.explain import Step, route_evenly, run_stages, run_step
 from workbench.explain.fake_group import Message, message
 from workbench.pipelines.engine import plan_pipeline
@@ -28,8 +28,7 @@ LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
 
 def config_of(micro_batches: int = 4, **layout: Any) -> Config:
-    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
-    return make_config(training__gradient_accumulation_steps=micro_batches, **keys)
+    return make_config(training__gradient_accumulation_steps=micro_batches, **layout)
 
 
 def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
@@ -97,6 +96,7 @@ def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> 
         ("qwen3_moe", {"dp_size": 2, "cp_size": 2, "ep_size": 4}),
         ("qwen3_moe", {"dp_size": 2, "pp_size": 2, "ep_size": 2}),
         ("olmoe", {"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}),
+        ("dots1", {"dp_size": 2, "tp_size": 2, "ep_size": 2}),
         ("olmoe", {"dp_size": 2, "ep_size": 2, "tp_size": 2, "sequence_parallel": True}),
     ],
 )

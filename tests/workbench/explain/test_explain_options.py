@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 import train
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from tests.workbench.explain.test_explain import config_of
 from workbench.explain.explain import run_rank, run_stages
 from workbench.explain.measure import cores, find_hardware

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from conformance.fuzz.chat_templates import CHATML, TOOLS
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
-from conformance.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 from workbench.generation import program
 from workbench.generation.prompts import CompletionPrinter, Encoder
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from workbench.generation import program
 from workbench.generation.program import load_model
 from workbench.generation.prompts import Encoder

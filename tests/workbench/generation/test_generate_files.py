@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
 from tests.support.samples import write_jsonl
 from workbench.generation import program

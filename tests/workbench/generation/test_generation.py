@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import layout_name, stage_of
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import layout_name, stage_of
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
@@ -27,12 +27,13 @@ Prompts = list[list[int]]
 
 
 def config_of(layout: dict[str, Any], **changes: Any) -> Config:
-    return make_config(**{f"distributed__{key}": value for key, value in layout.items()}, **changes)
+    return make_config(**layout, **changes)
 
 
 def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
     stage = stage_of(config_of(layout), MODEL)
-    return [generate(stage, prompts, sampling) for prompts, sampling in cases]
+    # The last of PROMPTS have their numbers there.
+    return [generate(stage, prompts, sampling, len(PROMPTS) - len(prompts)) for prompts, sampling in cases]
 
 
 def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
@@ -106,6 +107,8 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
     for ours, sampling in zip(found[:5], samplings, strict=False):
         assert_same(ours, greedy(sampling))
     (alone,) = pool.run(run, 1, {}, cases[5:])
+    ((tail,),) = pool.run(run, 1, {}, [(PROMPTS[2:], samplings[-1])])
+    assert_same(tail, alone[-1][2:])
     for ours, theirs in zip(found[5:], alone, strict=True):
         assert_same(ours, theirs)
     assert len({len(each.tokens) for each in found[-1]}) > 4  # sequences end at different times

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.oracle import CPU, tiny_llama
-from conformance.training import layout_name, pipeline_config
 from picotron.config import Config
 from tests.support.nccl_programs import describe, recorded_rank
+from tests.support.oracle import CPU, tiny_llama
+from tests.support.training import layout_name, pipeline_config
 from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.generation.rotation import Group, Rotation, generating
 from workbench.generation.sampling import Sampling

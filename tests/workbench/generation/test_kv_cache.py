@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conformance.oracle import CPU
+from tests.support.oracle import CPU
 from workbench.generation.kv_cache import KVCache
 from workbench.variants.packed import PackedDocuments
 

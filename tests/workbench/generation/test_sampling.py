@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from conformance.oracle import assert_close
 from picotron.console import UserError
+from tests.support.oracle import assert_close
 from workbench.generation.sampling import Sampling, draw, probabilities
 
 

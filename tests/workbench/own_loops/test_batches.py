@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import layout_name, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.placement import main_grad
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import layout_name, step_of, wrapped
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
@@ -25,10 +25,8 @@ def global_batch() -> dict[str, Any]:
 
 
 def config_of(layout: dict[str, Any], **changes: Any) -> Any:
-    changes |= {f"distributed__{key}": value for key, value in layout.items()}
-    return make_config(
-        **{"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1} | changes
-    )
+    keys = {"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__eval_steps": 1}
+    return make_config(**keys | layout | changes)
 
 
 def run_batch(config: Any) -> dict[str, Any]:
@@ -199,16 +197,17 @@ def test_batches_that_should_be_equal_are_compared(
         assert expected in found
 
 
-def longer_than_the_window() -> str:
+def with_a_window(document: int) -> str:
+    """Train on rows of 16 tokens and a window of 8."""
     config, model_config = config_of({}, training__seq_length=8), tiny_llama("mistral", sliding_window=8)
     model, ids = wrapped(config, model_config), torch.zeros(4, 16, dtype=torch.int64)
-    return message(
-        lambda: train_batch(step_of(config, model_config), model, split_batch({"input_ids": ids, "target_ids": ids}, 4))
-    )
+    batch = {"input_ids": ids, "target_ids": ids, "cu_seqlens": torch.arange(0, 65, document)}
+    return message(lambda: train_batch(step_of(config, model_config), model, split_batch(batch, 4)))
 
 
-def test_a_sequence_longer_than_the_models_window_is_an_error(pool: WorkerPool) -> None:
-    assert "16 tokens is longer than the model's sliding_window=8" in pool.run(longer_than_the_window, 1)[0]
+def test_a_document_longer_than_the_models_window_is_an_error(pool: WorkerPool) -> None:
+    assert "16 tokens is longer than the model's sliding_window=8" in pool.run(with_a_window, 1, 16)[0]
+    assert pool.run(with_a_window, 1, 8) == ["no error"]
 
 
 def other_sharding() -> str:

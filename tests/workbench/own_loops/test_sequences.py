@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from conformance.training import step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.training import step_of, wrapped
 from workbench.own_loops.batches import forward_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.sequences import pack_sequences
@@ -36,8 +36,7 @@ def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    changes = {f"distributed__{key}": value for key, value in layout.items()}
-    config = make_config(**changes, training__gradient_accumulation_steps=options.get("micro_batches", 4))
+    config = make_config(**layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
     packed = pack_sequences(sequences(lengths), cp_sharding=config.distributed.cp_sharding, **options)
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)

@@ -11,7 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from conformance.oracle import (
+from conformance.worker_pool import WorkerPool
+from picotron.config import Config
+from picotron.console import UserError
+from picotron.data.loader import epoch_order
+from tests.support.examples import make_trainer, results, save_weights
+from tests.support.oracle import (
     assert_close,
     make_config,
     oracle_model,
@@ -21,11 +26,6 @@ from conformance.oracle import (
     random_tokens,
     tiny_llama,
 )
-from conformance.worker_pool import WorkerPool
-from picotron.config import Config
-from picotron.console import UserError
-from picotron.data.loader import epoch_order
-from tests.support.examples import make_trainer, results, save_weights
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
     Data,
@@ -88,7 +88,7 @@ def test_frozen_parameters_stay_frozen_when_a_run_resumes_in_other_layouts(pool:
     for number, layout in enumerate([{"dp_size": 2, "dp_engine": "zero1"}, {"pp_size": 2}, {"tp_size": 2}]):
         keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1)}
         end = {"training__max_tokens": (number + 1) * 2 * 4 * 16} if number < 2 else {}
-        config = config_of(tmp_path, **{f"distributed__{key}": value for key, value in layout.items()}, **keys, **end)
+        config = config_of(tmp_path, **layout, **keys, **end)
         assert config.global_batch_size == 4
         records, weights = pool.run(train_with_frozen, 2, config)[0]
     expected = oracle_training(config, tiny_llama(), random_tokens(), frozen=is_frozen)
@@ -177,8 +177,7 @@ def test_the_norms_of_gradients_are_those_of_the_unsharded_model(
     """The embedding is tied, two ranks share each key/value head, and the norms have replicas."""
     model = tiny_llama(tie_word_embeddings=True, num_attention_heads=8)
     save_weights(tmp_path / "model", model, seed=7)
-    keys = {f"distributed__{key}": value for key, value in layout.items()}
-    keys |= {"training__micro_batch_size": 4 // layout.get("dp_size", 1), "model__pretrained": True}
+    keys = layout | {"training__micro_batch_size": 4 // layout.get("dp_size", 1), "model__pretrained": True}
     config = make_config(model__name=str(tmp_path / "model"), checkpoint__save_dir=str(tmp_path / "run"), **keys)
     oracle = oracle_model(model, our_model(model, seed=7).state_dict())
     F.cross_entropy(oracle(ROWS["input_ids"]).logits.flatten(0, 1), ROWS["target_ids"].flatten()).backward()

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from conformance.oracle import assert_close, tiny_llama
-from conformance.training import Loader, all_stages, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
+from tests.support.oracle import assert_close, tiny_llama
+from tests.support.training import Loader, all_stages, batches, pipeline_config, step_of, wrapped
 from workbench.pipelines.planning import training_schedule
 
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from conformance.oracle import tiny_llama
-from conformance.training import CPU, Loader, batches, pipeline_config, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import placement
+from tests.support.oracle import tiny_llama
+from tests.support.training import CPU, Loader, batches, pipeline_config, wrapped
 from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import Action

@@ -2,9 +2,9 @@
 
 import pytest
 
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.model.families import model_cost, part_costs
+from tests.support.oracle import tiny_llama
 from workbench.pipelines.layouts import parse_stages, stage_weights
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from conformance.oracle import tiny_llama
-from conformance.training import layout_name, pipeline_config
 from picotron.config import Config
 from tests.support.nccl_programs import record
+from tests.support.oracle import tiny_llama
+from tests.support.training import layout_name, pipeline_config
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import parse_action
 from workbench.schedules.nccl_calls import Compute, Event, Operation, Program, most_in_flight

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from workbench.pipelines.engine import plan_pipeline
 from workbench.schedules.schedule_csv import as_csv
 from workbench.schedules.schedules import build
@@ -33,7 +33,7 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     (tmp_path / "1f1b.csv").write_text(as_csv(build("1f1b", 2, 4).programs))
     keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
     keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
-    config = make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+    config = make_config(**keys)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         plan_pipeline(config, tiny_llama(num_hidden_layers=6))
     assert len(str(error.value).splitlines()) == 1

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from conformance.oracle import tiny_llama
-from conformance.training import Loader, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
+from tests.support.oracle import tiny_llama
+from tests.support.training import Loader, batches, pipeline_config, step_of, wrapped
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.plan import kept_activations
 from workbench.schedules.schedules import SCHEDULES, build

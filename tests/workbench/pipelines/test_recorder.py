@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from conformance.oracle import tiny_llama
-from conformance.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
+from tests.support.oracle import tiny_llama
+from tests.support.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
 from workbench.drawing.__main__ import main
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.planning import training_schedule

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-from conformance.oracle import assert_close
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.placement import main_grad
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import assert_close
+from tests.support.training import CPU
 from workbench.pipelines.modules import Pipeline
 from workbench.pipelines.whole_batch import WholeBatchStep
 from workbench.schedules.schedules import build, forward_only
@@ -24,14 +24,16 @@ M, D = 3, 4
 
 
 class Stage(nn.Module):
-    """A stage with a mask (T, T) for all sequences of x (B, T, D), and one scale for each token, (T, B)."""
+    """A stage with a mask (T, T) for all sequences of x (B, T, D), a scale for each token, (T, B), and a gain for each
+    sequence, (B,).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(D, D, dtype=torch.float64)
 
-    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
-        return x + scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor, gain: Tensor) -> Tensor:
+        return x + gain[:, None, None] * scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
 
 
 def stages_and_batch(seed: int) -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
@@ -39,7 +41,8 @@ def stages_and_batch(seed: int) -> tuple[list[Stage], Tensor, Tensor, dict[str, 
     stages = [Stage(), Stage()]
     T, B = 5, 2 * M
     x, target = torch.randn(2, B, T, D, dtype=torch.float64)
-    return stages, x, target, {"mask": torch.rand(T, T).double().tril(), "scale": torch.rand(T, B).double()}
+    batch = {"mask": torch.rand(T, T).tril(), "scale": torch.rand(T, B), "gain": torch.rand(B)}
+    return stages, x, target, {name: each.double() for name, each in batch.items()}
 
 
 def steps(name: str) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def steps(name: str) -> dict[str, Any]:
     found["joined along T"] = along(x, target=target, **batch)
 
     stage = stages_and_batch(1)[0][rank]
-    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
+    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1), "gain": TensorChunkSpec(0)}
     schedule = ScheduleGPipe(
         PipelineStage(stage, rank, 2, CPU),
         M,
@@ -105,8 +108,8 @@ def test_an_argument_that_cannot_be_divided_is_an_error(pool: WorkerPool) -> Non
 class DictStage(Stage):
     """A last stage with outputs of several kinds, as models of Hugging Face have."""
 
-    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Any:
-        y = super().forward(x, mask, scale)
+    def forward(self, x: Tensor, **others: Tensor) -> Any:
+        y = super().forward(x, **others)
         return {"logits": y, "both": (y * 2, None), "sum": y.sum()}
 
 

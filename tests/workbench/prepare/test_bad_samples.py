@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conformance.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,
@@ -23,6 +23,7 @@ from workbench.prepare.tokens import write_tokens
 GOOD = {"q": "a", "a": "b", "chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
+OTHER_TURN = CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ 'Assistant: ' }}")  # no answer begins so
 EMPTY = {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}
 
 
@@ -45,6 +46,7 @@ EMPTY = {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "conte
             CHAT,
             "changes the text before message 2",
         ),
+        ({"chat": messages([("user", "a"), ("assistant", "b")])}, OTHER_TURN, CHAT, "turn cannot be told apart"),
         (EMPTY, QUESTIONS_MARKED.replace(".{% end", "{% end"), CHAT, "marks no text with"),
         ({"chat": [{"role": "assistant", "content": "a"}]}, CHATML, CHAT, "message 1 is the assistant's"),
         (GOOD | {"tools": [3]}, CHATML, CHAT, "column 'tools' should have a list"),
@@ -55,7 +57,7 @@ def test_bad_records_are_reported_with_their_place(
 ) -> None:
     if template:
         with_template(folder, template)
-    good = [] if template in (STRICT, COUNTING) else [GOOD] * 2
+    good = [] if template in (STRICT, COUNTING, OTHER_TURN) else [GOOD] * 2
     name = write_jsonl(tmp_path / "a.jsonl", [*good, bad])
     with pytest.raises(UserError, match=rf"a\.jsonl, line {len(good) + 1}: .*{message}") as error:
         encode(config_of(name, folder, **keys))

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
-from conformance.oracle import tiny_llama
 from picotron.data.loader import TextRows
+from tests.support.oracle import tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
 from workbench.run.rows import SomeRows, targets_and_bytes

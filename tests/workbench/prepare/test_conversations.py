@@ -169,7 +169,7 @@ def test_records_of_weight_0_are_left_out(tmp_path: Path, folder: str) -> None:
     ("record", "keys", "message"),
     [
         ({"chat": [USER, ANSWER | {"weight": 0.5}]}, CHAT, "weight=0.5 should be 0 or 1"),
-        ({"chat": [USER, ANSWER], "weight": 2.5}, CHAT, "weight=2.5 should be 0 or 1"),
+        ({"chat": [USER, ANSWER], "weight": 2}, CHAT, "weight=2 should be 0 or 1"),
         ({"chat": [{"from": "human"}]}, CHAT, "should have a list of messages there"),
         (
             {"chat": [{"role": "system", "content": "s"}, USER, ANSWER], "system": "s"},

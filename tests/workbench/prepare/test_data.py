@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.oracle import make_config, random_tokens
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, TextRows, epoch_order
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, random_tokens
 from workbench.run.rows import data_fingerprint
 from workbench.run.token_files import Samples, Text
 from workbench.variants.choose import split_train_eval

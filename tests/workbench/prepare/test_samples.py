@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, TOOLS
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from tests.support.samples import (
     CHAT,
     PROMPTS,

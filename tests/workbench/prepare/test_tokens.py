@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from conformance.oracle import make_config, tiny_llama
 from picotron.config import Config
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from workbench.prepare.documents import python_stdlib
 from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
 
@@ -119,7 +119,7 @@ def test_the_first_broken_records_are_reported_with_their_number(
 MEMORY = """
 import resource, sys
 from workbench.prepare.tokens import write_tokens
-from conformance.oracle import make_config, tiny_llama
+from tests.support.oracle import make_config, tiny_llama
 peaks = []
 for name in sys.argv[2:]:
     write_tokens(make_config(dataset__name=name, model__tokenizer=sys.argv[1]), tiny_llama(vocab_size=300))

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare import text as text_module
 from workbench.prepare.tokens import write_tokens

@@ -15,8 +15,8 @@ import pytest
 
 import create_config
 import submit_slurm_jobs
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import tiny_llama
 from workbench.drawing import __main__ as drawing
 from workbench.generation import program as generate
 from workbench.pipelines.engine import check_layout

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from workbench.pipelines.engine import check_model
 from workbench.run import launch
 from workbench.run.launch import check_same_config, init_process_group, missing_ranks, sentence_of, set_up_device

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.families import model_cost
 from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, tiny_llama
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, peak_flops
 from workbench.run.run_folder import begin_run, claim_save_dir

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from conformance.oracle import tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.program import arguments, metrics, run
 from workbench.prepare.tokens import train_bpe
 

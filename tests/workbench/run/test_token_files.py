@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import arguments, metrics
 from tests.support.samples import PROMPTS, write_jsonl, write_tokenizer
 from workbench.prepare.__main__ import main

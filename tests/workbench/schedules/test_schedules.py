@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.torch_schedules import CLASSES, torch_schedule
-from conformance.oracle import make_config
 from picotron.config import PP_ENGINES
 from picotron.console import UserError
+from tests.support.oracle import make_config
 from workbench.schedules.actions import Action, AnyAction, Overlapped, Schedule, parse_action
 from workbench.schedules.checker import add_communication
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build

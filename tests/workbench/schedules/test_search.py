@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zero_bubble import CASES, Case
-from conformance.oracle import make_config, tiny_llama
 from picotron.console import UserError
+from tests.support.oracle import make_config, tiny_llama
 from tests.workbench.drawing.test_draw import write_trace
 from tests.workbench.schedules.test_schedules import assert_runs
 from workbench.drawing.__main__ import main
@@ -103,7 +103,7 @@ def auto_config(tmp_path: Path, **changes: Any) -> Any:
     if "pp_recording" in keys:
         keys["pp_recording"] = str(tmp_path)
         record(tmp_path)
-    return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+    return make_config(**keys)
 
 
 def record(folder: Path) -> None:

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.oracle import drawn_weights, make_config, tiny_llama
-from conformance.training import CPU, all_stages
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallelNaive
@@ -17,6 +15,8 @@ from picotron.model.weights import copy_part
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run, run_config
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.training import CPU, all_stages
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.modules import Pipeline
 from workbench.schedules.schedules import build
@@ -129,7 +129,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
     (expected,) = pool.run(weights_after_updates, 1, config_of(states), None)
     for layout in LAYOUTS:
-        config = config_of(states, **{f"distributed__{key}": value for key, value in layout.items()})
+        config = config_of(states, **layout)
         found = pool.run(weights_after_updates, config.distributed.world_size, config, expected)
         assert found == [[]] * config.distributed.world_size, layout
 

@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from conformance.oracle import our_model, random_tokens, relative_error, tiny_llama, torch_adamw
-from conformance.training import layout_name, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.optimizer import learning_rate_factor
 from tests.support.checkpoints import BATCH, run_config, train
+from tests.support.oracle import our_model, random_tokens, relative_error, tiny_llama, torch_adamw
+from tests.support.training import layout_name, wrapped
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.variants.choose import make_optimizer
 from workbench.variants.float16 import LossScale

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.oracle import assert_close, our_model, tiny_llama
-from conformance.training import pipeline_config, train_steps, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.llama import rope
+from tests.support.oracle import assert_close, our_model, tiny_llama
+from tests.support.training import pipeline_config, train_steps, wrapped
 from workbench.pipelines.engine import check_layout
 from workbench.variants.float8 import E4M3, E5M2, float8_linear, float8_product, quantise, use_float8
 

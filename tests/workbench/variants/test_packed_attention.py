@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from conformance.oracle import CPU, assert_close, our_model, tiny_llama
+from tests.support.oracle import CPU, assert_close, our_model, tiny_llama
 from workbench.variants.packed import PackedDocuments, packed_attention
 
 ROWS, TOKENS = 2, 24

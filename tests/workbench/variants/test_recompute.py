@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.oracle import assert_close, our_model, tiny_llama
+from tests.support.oracle import assert_close, our_model, tiny_llama
 from workbench.pipelines.split_backward import split_backward
 from workbench.variants.recompute import recompute_cheap_results
 

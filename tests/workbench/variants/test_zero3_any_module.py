@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance.oracle import assert_close
-from conformance.training import full_tensor
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Training
 from picotron.console import UserError
 from picotron.optimizer import AdamW
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import assert_close
+from tests.support.training import full_tensor
 from workbench.variants.zero3 import DataParallelZero3
 
 SIZE, BATCH, STEPS, RANKS = 6, 8, 2, 2

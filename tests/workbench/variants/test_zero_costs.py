@@ -9,12 +9,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig
 
-from conformance.oracle import make_config, random_rows, tiny_llama
-from conformance.training import CPU, step_of, wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.families import part_parameters
+from tests.support.oracle import make_config, random_rows, tiny_llama
+from tests.support.training import CPU, step_of, wrapped
 from tests.workbench.explain.test_explain import total
 from workbench.explain.explain import run_stages
 from workbench.pipelines.engine import plan_pipeline
@@ -29,9 +29,8 @@ ALL = EMBEDDING + LAYERS * LAYER + HEAD
 
 
 def config_of(engine: str, **layout: Any) -> Config:
-    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
-    keys |= {"training__gradient_accumulation_steps": MICRO_BATCHES, "distributed__dp_engine": engine}
-    return make_config(**{"model__dtype": "bfloat16"} | keys)
+    keys = {"model__dtype": "bfloat16", "training__gradient_accumulation_steps": MICRO_BATCHES}
+    return make_config(**keys | layout, dp_engine=engine)
 
 
 def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:

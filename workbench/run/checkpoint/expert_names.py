@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 from picotron.model.families import differences
 from picotron.model.placement import Index
 
+BIAS = "gate.e_score_correction_bias"
+
 
 class ExpertNames(NamedTuple):
     """Names in a layer: of the block of router and experts, and of the three matrices of an expert."""
@@ -62,6 +64,9 @@ def places(config: PreTrainedConfig) -> dict[str, Place]:
     for layer in set(range(config.num_hidden_layers)) - set(experts.dense):
         block, fused, number = f"model.layers.{layer}.{names.block}", f"model.layers.{layer}.mlp", experts.number
         found[f"{block}.gate.weight"] = Place(f"{fused}.gate.weight")
+        if experts.scale is not None:
+            others = (BIAS, *(f"shared_experts.{matrix}.weight" for matrix in names[1:]))
+            found |= {f"{block}.{name}": Place(f"{fused}.{name}") for name in others}
         for i in range(number):
             for half, matrix in enumerate((names.gate, names.up)):
                 found[f"{block}.experts.{i}.{matrix}.weight"] = Place(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from conformance.oracle import assert_close, random_tokens, with_exact_norms
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import BATCH, LAYOUTS, first_half, model_of, run, run_config, tensors_of
+from tests.support.oracle import assert_close, random_tokens, with_exact_norms
 from workbench.run.checkpoint import safetensors_folder
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders

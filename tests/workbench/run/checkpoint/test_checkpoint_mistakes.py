@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from conformance.oracle import tiny_llama
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
 from tests.support.checkpoints import mistake, model_of, run, run_config, warnings_of
+from tests.support.oracle import tiny_llama
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folders
 

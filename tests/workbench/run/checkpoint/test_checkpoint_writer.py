@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from conformance.training import wrapped
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config, Model
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
 from tests.support.checkpoints import first_half, mistake, model_of, run, run_config, tensors_of, train, warnings_of
+from tests.support.training import wrapped
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter, model_files

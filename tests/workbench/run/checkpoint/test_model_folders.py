@@ -1,7 +1,6 @@
 """Model folders of other programs, whose tensors may contradict their config; and folders to hand on."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conformance.oracle import assert_close, make_config, tiny_llama
-from conformance.training import CPU
 from conformance.worker_pool import WorkerPool
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import first_half, model_of, run, run_config
+from tests.support.checkpoints import first_half, model_of, recorded_warnings, run, run_config
+from tests.support.oracle import assert_close, make_config, tiny_llama
+from tests.support.training import CPU
 from workbench.export import export
-from workbench.run.checkpoint.checkpoint import Checkpoint, check_files, read_state
+from workbench.run.checkpoint.checkpoint import STATE_FILE, Checkpoint, check_files, read_state
 from workbench.run.model_config import load_model_config
 
 Tensors = dict[str, Tensor]
@@ -68,19 +67,14 @@ def folder_of(path: Path, tied: bool, edit: Callable[[Tensors], None]) -> Path:
 
 def logits_of(folder: Path) -> tuple[Tensor | str, list[str]]:
     """Return our logits, or the sentence of a UserError, and the warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("picotron").addHandler(handler)
-    try:
-        with torch.device("meta"):
-            model = Llama(load_model_config(Model(name=str(folder))))
-        materialise(model, CPU, Checkpoint(folder, weights_only=True).weights())
-        return model(IDS).detach(), lines
-    except UserError as error:
-        return str(error), lines
-    finally:
-        logging.getLogger("picotron").removeHandler(handler)
+    with recorded_warnings() as lines:
+        try:
+            with torch.device("meta"):
+                model = Llama(load_model_config(Model(name=str(folder))))
+            materialise(model, CPU, Checkpoint(folder, weights_only=True).weights())
+            return model(IDS).detach(), lines
+        except UserError as error:
+            return str(error), lines
 
 
 @pytest.mark.parametrize(
@@ -130,16 +124,21 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
 ) -> None:
     config = run_config(
         tmp_path / "my run", {"dp_size": 2}, checkpoint__load_path="latest or " + str(tmp_path / "start"),
-        dataset__mixture={str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0},
+        dataset__mixture={str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0}, model__dtype="bfloat16",
     )  # fmt: skip
-    run(pool, first_half(tmp_path / "first", {}), model_of(False), tokenizer)
+    run(pool, first_half(tmp_path / "first", {}, model__dtype="bfloat16"), model_of(False), tokenizer)
+    (tmp_path / "my run").mkdir()
+    records = [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}]
+    (tmp_path / "my run" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (tmp_path / "first" / "step_00000005").rename(tmp_path / "start")
     run(pool, config, model_of(False), tokenizer)
     checkpoint, folder = tmp_path / "my run" / "step_00000010", tmp_path / "model"
     (checkpoint / "model.safetensors").rename(tmp_path / "blob")
     (checkpoint / "model.safetensors").symlink_to("../../blob")  # as in the hub's cache
     export(checkpoint, folder)
-    assert not [path for path in folder.iterdir() if path.name.startswith(("exp_avg", "master", "trainer_state"))]
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert not (folder / STATE_FILE).exists()
     ours, theirs = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (folder, checkpoint))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     AutoTokenizer.from_pretrained(folder)
@@ -149,6 +148,7 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(
     assert (card.data.library_name, card.data.datasets) == ("transformers", ["somebody/texts"])
     assert str(tmp_path) not in text
     assert "dp 2 x pp 1 x cp 1 x tp 1" in text
+    assert "| loss | 2.0000 in the last step |" in text
     keys = json.loads(text.partition("```json")[2].partition("```")[0])
     assert not keys.keys() & {"checkpoint", "logging", "environment"}
     assert keys["dataset"]["mixture"] == {"*.jsonl": 2.0, "somebody/texts": 1.0}

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from conformance.fuzz.chat_templates import CHATML
 from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from conformance.models import FAMILIES
-from conformance.oracle import assert_close, tiny_llama
 from conformance.worker_pool import WorkerPool
 from tests.support.checkpoints import first_half, run
+from tests.support.oracle import assert_close, tiny_llama
 from workbench.generation import program
 from workbench.run.checkpoint.writer import model_files
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.oracle import make_config, tiny_llama
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics
 from workbench.files import UNFINISHED
 from workbench.run.launch import StopSignals

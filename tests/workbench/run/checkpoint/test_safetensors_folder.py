@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from conformance.oracle import tiny_llama
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
+from tests.support.oracle import tiny_llama
 from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder, find_folder
 
 

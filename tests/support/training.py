@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from conformance.oracle import drawn_weights, make_config, random_rows
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
@@ -21,6 +20,7 @@ from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.oracle import drawn_weights, make_config, random_rows
 from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
@@ -44,15 +44,9 @@ def layout_name(value: Any) -> str | None:
 
 
 def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
-    """Return a config with the schedule `engine` on `pp` ranks. Keys without a section belong to `distributed`."""
-    keys = {key if "__" in key else f"distributed__{key}": value for key, value in changes.items()}
-    return make_config(
-        distributed__pp_engine=engine,
-        distributed__pp_size=pp,
-        training__gradient_accumulation_steps=micro_batches,
-        dataset__shuffle=False,
-        **keys,
-    )
+    """Return a config with the schedule `engine` on `pp` ranks."""
+    keys = {"training__gradient_accumulation_steps": micro_batches, "dataset__shuffle": False, **changes}
+    return make_config(pp_engine=engine, pp_size=pp, **keys)
 
 
 # --------------------------------------------------------------------------------------------------- a rank's shard
@@ -159,6 +153,7 @@ def train_steps(
         losses.append(loss.item())
         norms.append(update_weights(model, optimizer, config.training.max_grad_norm).item())
         scheduler.step()
+        vars(llama).get("after_step", dict)()
         progress = progress.after_step(config)
         if writer:
             writer.check()

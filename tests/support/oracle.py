@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from conformance.case import Batch, Case
 from conformance.compare import relative_error
 from conformance.experts import named_as
-from conformance.models import EXACT_EXPERTS, with_exact_norms
+from conformance.models import EXACT_EXPERTS, biases, move_biases, with_exact_norms
 from conformance.models import small_config as tiny_llama
 from conformance.reference import adamw, train
 from picotron.config import Config, Distributed, Training
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def make_config(**changes: Any) -> Config:
-    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length."""
+    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length, and keys
+    without a section are those of `distributed`.
+    """
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},
         "model": {"name": "template/tiny-llama", "dtype": "float64"},
@@ -38,8 +40,8 @@ def make_config(**changes: Any) -> Config:
         "dataset": {"name": "python-stdlib"},
     }
     for key, value in changes.items():
-        section, _, name = key.partition("__")
-        data.setdefault(section, {})[name] = value
+        section, _, name = key.rpartition("__")
+        data.setdefault(section or "distributed", {})[name] = value
     return parse_config(data)
 
 
@@ -122,10 +124,14 @@ def oracle_training(
     ])  # fmt: skip
 
     def batch_of(step: int) -> Batch:
+        if step:
+            move_biases(model, training.router_bias_rate)
         rows = windows[step * batch : (step + 1) * batch]
         return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
 
     found = train(model, case_of(training), batch_of)
+    move_biases(model, training.router_bias_rate)
+    found.weights |= biases(model)
     names = list(our_model(model_config).state_dict())
     numbers = {name: getattr(found, name) for name in ("losses", "grad_norms")}
     return numbers | {"weights": named_as(names, found.weights), "gradients": named_as(names, found.gradients[0])}
