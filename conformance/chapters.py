@@ -142,7 +142,10 @@ def draw_batch(step: int, vocab_size: int, parts: Collection[str], chapter: Chap
     positions = torch.arange(length).expand(sequences, -1)
     if "documents" in parts:
         rate = chapter.documents / length * 2 * draw(sequences, 1)
-        batch["document_ids"] = (draw(sequences, length) < rate).long().index_fill(1, torch.tensor([0]), 0).cumsum(1)
+        ends = draw(sequences, length - 1) < rate
+        ends[:, 1:] &= ~ends[:, :-1].clone()  # by its first two tokens, a trace knows a document
+        ends[:, [0, -1]] = False
+        batch["document_ids"] = torch.cat([torch.zeros(sequences, 1), ends], 1).long().cumsum(1)
         starts = torch.cat([torch.ones(sequences, 1), batch["document_ids"].diff(dim=1)], 1).bool()
         positions = positions - torch.where(starts, positions, 0).cummax(1).values
     return batch | {"position_ids": positions}
