@@ -96,8 +96,8 @@ class Checker:
         self.config: dict[str, Any] = getattr(self.adapter, "CONFIG", {})
         self.replay: Replay | None = None
         self.server: subprocess.Popen[str] | None = None
-        self.known: dict[tuple[str, Case], tuple[Reference, Any]] = {}
-        self.records: dict[tuple[str, Case], list[Record]] = {}  # of the last reference
+        self.known: dict[tuple[bytes, Case], tuple[Reference, Any]] = {}
+        self.records: dict[tuple[bytes, Case], list[Record]] = {}  # of the last reference
 
     def __enter__(self) -> "Checker":
         return self
@@ -343,10 +343,11 @@ class Checker:
             self.records = {key: recorder.records}
         return self.records[key]
 
-    def key(self, case: Case) -> tuple[str, Case]:
+    def key(self, case: Case) -> tuple[bytes, Case]:
         """Return what the reference of a case depends on."""
-        model = (case.model_folder / "config.json").read_text()
-        return model, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
+        files = case.model_folder / "config.json", case.folder / "batches.safetensors"
+        contents = b"".join(path.read_bytes() for path in files)
+        return contents, dataclasses.replace(case, layout="", folder=Path(), load=None, micro_batches=1)
 
 
 def why_untraced(case: Case) -> str:

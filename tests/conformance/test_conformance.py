@@ -199,7 +199,7 @@ def in_bfloat16(gradient: Tensor) -> Tensor:
         ({}, "", None, 1.0, "None"),
         ({"loss": "larger"}, "", None, 1.0, "all of them together are 1.00"),
         ({}, NORM, in_bfloat16, 1.0, f"gradient of {NORM}.*no more bits than bfloat16"),
-        ({}, Q_PROJ, lambda x: x * (1 + 2**-6), 1.0, f"gradient of {Q_PROJ} .*it is 1.0.* times"),
+        ({}, Q_PROJ, lambda x: x * (1 + 2**-5), 1.0, f"gradient of {Q_PROJ} .*it is 1.03.* times"),
         ({"learning_rate": 1.01e-2}, "", None, 1.0, "its update is 1.01 times AdamW's"),
         ({"eps": 1.01e-2}, "", None, 1.0, "its update is 0.99.* times AdamW's"),
         ({"max_grad_norm": None}, "", None, 1.0, "its update is 1.* times AdamW's"),
@@ -324,6 +324,11 @@ EXAMPLES = {DDP: "dp2", ZERO1: "dp2", TENSOR: "tp2", PIPELINE: "pp4", RING: "cp2
 def test_an_example_is_equal(checker_of: Callable[[Path], Checker], chapter: str, path: Path) -> None:
     row = checker_of(path).check(chapter, EXAMPLES[path])
     assert row.verdict == ("equal" if chapter in checker_of(path).adapter.CHAPTERS else "not offered"), row
+
+
+@pytest.mark.processes
+def test_rows_with_other_parts_have_other_references(ddp: Checker) -> None:
+    assert [ddp.check("run", layout).verdict for layout in ("dp2", "dp2 no_masks")] == ["equal", "equal"]
 
 
 @pytest.mark.processes
