@@ -328,7 +328,7 @@ def test_an_example_is_equal(checker_of: Callable[[Path], Checker], chapter: str
 
 @pytest.mark.processes
 def test_rows_with_other_parts_have_other_references(ddp: Checker) -> None:
-    assert [ddp.check("run", layout).verdict for layout in ("dp2", "dp2 no_masks")] == ["equal", "equal"]
+    assert [ddp.check("run", layout).verdict for layout in ("dp2", "dp2 no_weights")] == ["equal", "equal"]
 
 
 @pytest.mark.processes
