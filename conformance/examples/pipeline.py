@@ -15,7 +15,8 @@ from conformance.adapters.stage import Stage
 from conformance.case import Batch, weights_of
 
 AXES = ("pp",)
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
+CHAPTERS = ("step", "run", "loss", "float32")
+LACKS = ("documents", "evaluation", "resume")
 LAYOUTS = ("pp2 afab",)
 
 
