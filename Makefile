@@ -53,13 +53,13 @@ endif
 check: lint ## lint, and run the tests that start no processes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not processes" $(ARGS)
 
-test: $(STAMP) ## run the tests (8 minutes on 2 cores)
+test: $(STAMP) ## run the tests (10 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 slow: $(STAMP) ## run the long tests, apart from the pages' commands
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/docs $(ARGS)
 
-parity: $(STAMP) ## compare 92 layouts with one process, write docs/reference/parity.csv
+parity: $(STAMP) ## compare all layouts with one process, write docs/reference/parity.csv
 	$(BIN)/python -m conformance.grid $(ARGS)
 
 pages: $(STAMP) ## run the slow commands of all pages, and the long tests of the programs on them
@@ -78,7 +78,7 @@ oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make ch
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m conformance.fuzz --minutes 10 $(ARGS)
 
-mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM, --out FILE.json)
+mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM)
 	$(BIN)/python -m conformance.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -35,7 +35,7 @@ import transformers
 CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
     CONTEXT.set_forkserver_preload(
-        ["transformers.models.llama.modeling_llama", "picotron.pipeline_parallel.train_step"]
+        ["transformers.models.llama.modeling_llama", "picotron.pipeline_parallel.pipeline_parallel"]
     )
 
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from conformance.result import NotOffered, Part, Result
 
 __all__ = ["Case", "NotOffered", "Part", "Result"]
-__version__ = "0.1.0"  # of the distribution; results of two versions are comparable if their chapters are the same
+__version__ = "1.0.0"  # that of picotron; results of two versions are comparable if their chapters are the same
 
 
 def __getattr__(name: str) -> Any:

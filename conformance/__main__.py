@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
         "--junit", type=writable_file, help="file for the results, as continuous integration reads them"
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case hangs [60]")
+    parser.add_argument("--seed", type=int, default=0, help="draws other weights and batches [0]")
     parser.add_argument("--trace", action="store_true", help="trace each row [only the first that differs]")
     parser.add_argument(
         "--write", type=Path, metavar="FOLDER", help="write the cases, and print their ranks and folders"
@@ -73,6 +75,10 @@ def parse_arguments() -> argparse.Namespace:
         "--judge", type=Path, metavar="FOLDER", help="judge the outcomes in a folder that --write wrote"
     )
     options = parser.parse_args()
+    if options.write and options.write.exists() and any(options.write.iterdir()):
+        parser.error(f"{str(options.write)!r} has files already; --write needs a new folder")
+    if options.judge and not any(options.judge.glob("*/1/case.json")):
+        parser.error(f"{str(options.judge)!r} is not a folder that --write wrote")
     if options.write and (options.judge or not options.adapter):
         parser.error("--write needs an adapter, and is a run of its own")
     if options.judge and options.trace:
@@ -126,7 +132,7 @@ def main() -> int:
         print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
         return 0
     rows: list[Row] = []
-    with Checker(options.adapter, options.timeout, options.trace or None) as checker:
+    with Checker(options.adapter, options.timeout, options.trace or None, options.seed) as checker:
         plan = checker.plan(options.only, options.layouts, options.full)
         if options.write is not None:
             for case in checker.write_cases(plan, options.write):
@@ -147,4 +153,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of a pipe, such as head, can stop before the end
     sys.exit(main())

@@ -26,6 +26,21 @@ from conformance.models import FAMILIES, load_model
 from conformance.result import NotOffered
 
 AXES = ("dp", "pp", "cp", "tp")
+# What chapters have besides steps: sizes that are no powers of two, a batch of packed documents, masked and weighted
+# targets, several micro-batches, clipping, evaluations, a checkpoint from which the same or another layout resumes, and
+# an embedding that is also the head. An adapter's tuple LACKS names those that its trainer does not have.
+PARTS = (
+    "odd",
+    "documents",
+    "masks",
+    "weights",
+    "accumulation",
+    "clipping",
+    "evaluation",
+    "resume",
+    "elsewhere",
+    "tied",
+)
 IGNORED = -100
 Batch = dict[str, Tensor]
 
@@ -87,7 +102,7 @@ class Case:
     @property
     def words(self) -> list[str]:
         """The words of the layout that are the adapter's own."""
-        return [word for word in self.layout.split() if word != "x" and not is_size(word) and not is_of_model(word)]
+        return [word for word in self.layout.split() if word != "x" and not (is_size(word) or is_of_case(word))]
 
     @property
     def world_size(self) -> int:
@@ -190,6 +205,11 @@ def is_of_model(word: str) -> bool:
     Llama 3, or `kv4` for 4 key/value heads.
     """
     return word in FAMILIES or word in ("tied", "untied", "llama3") or (word[:2] == "kv" and word[2:].isdigit())
+
+
+def is_of_case(word: str) -> bool:
+    """Whether a word describes the model, or leaves out a part of a chapter, as `no_masks` does."""
+    return is_of_model(word) or word.removeprefix("no_") in PARTS
 
 
 def sizes_of(layout: str) -> dict[str, int]:

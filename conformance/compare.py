@@ -24,11 +24,13 @@ class Limits:
         errors: the largest error of each number and tensor.
         shares: weight of each parameter in `precision.bias`, by kind (`gradient`, `update`) and step.
         biases: largest |bias|, by the same keys.
+        factors: largest factor of each of them, less 1.
     """
 
     errors: dict[Key, float]
-    shares: dict[Key, dict[str, float]]
-    biases: dict[Key, float]
+    shares: dict[Key, dict[str, float]] = dataclasses.field(default_factory=dict)
+    biases: dict[Key, float] = dataclasses.field(default_factory=dict)
+    factors: dict[Key, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +98,17 @@ def relative_error(actual: Any, expected: Any) -> float:
     return largest_error(actual, expected, expected)
 
 
-def errors_of_reference(found: Reference, right: Reference) -> dict[Key, float]:
+def errors_of_reference(found: Reference, right: Reference, first_step: int) -> dict[Key, float]:
     """Return the errors of all results of a second reference, as `compare` measures them for narrow dtypes."""
-    return {key: error for key, error, _ in measure([found.local()], right, 1, mean_error)}
+    return {key: error for key, error, _ in measure([found.local()], right, first_step + 1, mean_error)}
 
 
 def compare(
-    results: Sequence[Result], right: Reference, first_step: int = 0, limits: Limits | None = None
+    results: Sequence[Result],
+    right: Reference,
+    first_step: int = 0,
+    limits: Limits | None = None,
+    known: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, float], Difference | None]:
     """Compare the ranks' results with the reference, in the order in which a training step computes it.
 
@@ -110,6 +116,7 @@ def compare(
         results: results of the ranks, see `Result.local`.
         first_step: number of steps before the first one that was compared.
         limits: those of a narrow dtype; None: LIMIT in float64.
+        known: the largest errors that are known, by `Difference.what`.
 
     Returns:
         The largest error of each kind of result, and the first difference, or None if all are equal.
@@ -117,7 +124,7 @@ def compare(
     errors: dict[str, float] = {}
     error_of = largest_error if limits is None else mean_error
     for key, error, difference in measure(results, right, first_step + 1, error_of):
-        bound = LIMIT if limits is None else limits.errors.get(key, 0.0)
+        bound = max(LIMIT if limits is None else limits.errors.get(key, 0.0), (known or {}).get(key[0], 0.0))
         errors[key[0]] = max(errors.get(key[0], 0.0), error)
         if not error <= bound:
             return errors, dataclasses.replace(difference, error=error, bound=bound)
@@ -128,9 +135,17 @@ Measured = Iterator[tuple[Key, float, Difference]]
 
 
 def measure(results: Sequence[Result], right: Reference, step: int, error_of: Error) -> Measured:
-    """Yield the key, the error and the place of every result, those of the first step first."""
+    """Yield the key, the error and the place of every result, those of the first step first. Names come before numbers:
+    with other parameters, it is another model.
+    """
     kinds = {"loss": "losses", "gradient norm": "grad_norms", "evaluation": "evaluations"}
     last = step + len(right.losses) - 1
+    for rank, result in enumerate(results):
+        known = {*right.weights, "lm_head.weight"} if "model.embed_tokens.weight" in right.weights else right.weights
+        for what, tensors in (*(("gradient", each) for each in result.gradients[:1]), ("weight", result.weights)):
+            for unknown in sorted(tensors.keys() - known):
+                hint = f"the model has no parameter {unknown}"
+                yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
     for i in range(len(right.losses)):
         for what, field in kinds.items():
             if what == "gradient norm" and any(each.gradients[i:] for each in results):
@@ -183,10 +198,6 @@ def of_tensors(
             yield (what, None), math.inf, Difference(what, step, hint="no rank returned it")
         return
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
-    for rank, found in enumerate(of_ranks):
-        for unknown in found.keys() - right.keys() - tied.keys():
-            hint = f"the model has no parameter {unknown}"
-            yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
     for name, whole in right.items():
         missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
         parts = dict[Any, tuple[float, int, Difference]]()  # the worst replica of each part

@@ -85,17 +85,18 @@ def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
         "tie_word_embeddings": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    sizes |= FAMILIES.get(family, [{}])[0] | changes
     if IS_OLD:
         sizes["rope_theta"] = sizes["rope_parameters"]["rope_theta"]
-    return AutoConfig.for_model(family, **sizes | FAMILIES[family][0] | changes)
+    return AutoConfig.for_model(family, **sizes)
 
 
 @torch.no_grad()
-def write_model(folder: Path, config: PretrainedConfig) -> None:
+def write_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> None:
     """Write a model folder in float32. No bias is 0 and no norm is 1: that would hide mistakes. All weights are numbers
     in bfloat16, so that runs in any dtype start from the same ones.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config)
     for parameter in (*model.parameters(), *biases(model).values()):

@@ -1,20 +1,19 @@
 """Plant each mistake of `mistakes` in a copy of the checkout, and report which check finds it first, and how fast.
 
-    make mutants      or: python -m conformance.mutants --only NAME ... --room ROOM --out FILE.json
+    make mutants      or: python -m conformance.mutants --only NAME ... --room ROOM
 
 A check that a mistake names runs first; if it finds nothing, so do the fuzzer, the tests of the file's room and the
 default run of conformance. So a mistake that is reported as found by nothing escapes all of them. Each check also runs
 once without a mistake, because a test that fails anyway finds nothing.
 
     python -m conformance.mutants --page zero          the mistakes of a page, with the sentences of the checks
+    python -m conformance.mutants --reported           those of public trackers: is the first wrong tensor named?
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
-import json
 import os
 import queue
 import re
@@ -26,77 +25,67 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from conformance.fuzz.cases import CASES, SEED
-from conformance.mistakes import ADAPTER, MISTAKES, Mistake
+from conformance.mistakes import MISTAKES, SHOWN, Mistake
 
 ROOT = Path(__file__).resolve().parents[1]
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "site", "node_modules", "__pycache__", ".*_cache")
 PYTEST = ["-m", "pytest", "-q", "-x", "-rf", "--tb=short", "-p", "no:cacheprovider"]
 LIMIT = 1200.0  # seconds after which a check hangs
-DEFAULT_RUN = "conformance"
-EXAMPLES = [str(path.relative_to(ROOT)) for path in ROOT.glob("conformance/examples/*.py")]
+DEFAULT_RUN, ADAPTER = "conformance", "conformance/adapters/picotron.py"
 times = itertools.count(2_000_000_000)  # of changed files, so that Python compiles each of them again
 
 
-@dataclasses.dataclass
-class Row:
-    """The outcome of a mistake.
+class Outcome(NamedTuple):
+    """Whether a check fails, the line that says how, and the line of the trace."""
 
-    Args:
-        check: the check that finds it, "" if none does.
-        seconds: time of this check.
-        what: what the check says.
-        missed: checks that ran before and found nothing.
-    """
-
-    name: str
-    file: str
-    check: str = ""
-    seconds: float = 0.0
-    what: str = ""
-    missed: list[str] = dataclasses.field(default_factory=list)
-
-    def __str__(self) -> str:
-        found = f"{self.check} ({self.seconds:.0f} s)" if self.check else "NOT FOUND"
-        missed = f"; not by {', '.join(self.missed)}" if self.missed else ""
-        return f"{self.name:40} {found}{missed}: {self.what}".rstrip(": ")
+    fails: bool
+    said: str = ""
+    trace: str = ""
 
 
-def command(check: str, mistake: Mistake | None = None) -> list[str]:
-    """Return the arguments of Python that run a check."""
+def adapter_of(file: str) -> str:
+    return file if file.startswith(("conformance/examples/", "conformance/adapters/")) else ADAPTER
+
+
+def command(check: str, file: str) -> list[str]:
+    """Return the arguments of Python that run a check of a file."""
     if check == "fuzz":
         return ["-m", "conformance.fuzz", *f"--seed {SEED} --cases {CASES} --minutes 60 --stop".split()]
-    if check.startswith("tests/"):
-        return [*PYTEST, "-m", "" if "::" in check else "not slow", check]
     if check == DEFAULT_RUN:
         return ["-m", "conformance", ADAPTER]
+    if check.startswith("test"):
+        name, colons, test = check.partition("::")
+        path = next(ROOT.glob(f"tests/**/{name}.py"), ROOT / name).relative_to(ROOT)
+        return [*PYTEST, "-m", "" if test else "not slow", f"{path}{colons}{test}"]
     *adapters, chapter, layout = re.fullmatch(r"(?:(\S+\.py) )?(\S+) (.+)", check).groups()  # type: ignore[union-attr]
-    own = mistake.file if mistake and mistake.file in EXAMPLES else ADAPTER
-    return ["-m", "conformance", adapters[0] or own, "--only", chapter, "--layouts", layout]
+    return ["-m", "conformance", adapters[0] or adapter_of(file), "--only", chapter, "--layouts", layout]
 
 
-def run(check: str, folder: Path, mistake: Mistake | None = None) -> tuple[bool, str]:
-    """Run a check in a copy of the checkout. Returns whether it fails, and the line that says how."""
+def run(check: str, folder: Path, file: str) -> Outcome:
+    """Run a check of a file in a copy of the checkout."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as home:
         paths = {"PYTHONPATH": str(folder), "HOME": home, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-        words = [sys.executable, *command(check, mistake)]
+        words = [sys.executable, *command(check, file)]
         process = subprocess.Popen(
             words, cwd=folder, env=os.environ | paths, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            return True, f"hangs for {LIMIT:.0f} s"
+            return Outcome(True, f"hangs for {LIMIT:.0f} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         lines = output.read().splitlines()
-    if check.startswith("tests/") and code not in (0, 1, 2):  # pytest has found no such tests
+    if check.startswith("test") and code not in (0, 1, 2):  # pytest has found no such tests
         raise SystemExit(f"{check} cannot run: {lines[-1:]}")
-    return code != 0, sentence(lines) if code else ""
+    trace = next((line.strip() for line in lines if re.match(r" +(step|traced|not traced)\b", line)), "")
+    return Outcome(True, sentence(lines), trace) if code else Outcome(False)
 
 
 def sentence(lines: list[str]) -> str:
@@ -134,76 +123,77 @@ def room_of(file: str) -> str:
     return tests if (ROOT / tests).exists() else ""
 
 
-def examine(name: str, folders: "queue.Queue[Path]", only_named: bool) -> Row:
-    """Run checks until one finds a mistake."""
-    mistake, row = MISTAKES[name], Row(name, MISTAKES[name].file)
-    others = () if only_named else ("fuzz", room_of(mistake.file), DEFAULT_RUN)
-    folder = folders.get()
+def examine(name: str, folders: "queue.Queue[Path]", options: argparse.Namespace) -> tuple[str, str]:
+    """Run checks until one finds a mistake, and names its place if it has one.
+
+    Returns:
+        The check, or "" if there is none, and what to print.
+    """
+    mistake, missed, folder = MISTAKES[name], list[str](), folders.get()
+    named = mistake.found_by[::-1] if options.page or mistake.place else mistake.found_by  # the last one says most
+    others = () if options.named else ("fuzz", room_of(mistake.file), DEFAULT_RUN)
     try:
         with planted(mistake, folder):
-            for check in dict.fromkeys(filter(None, (*mistake.found_by, *others))):
+            for check in dict.fromkeys(filter(None, (*named, *others))):
                 began = time.monotonic()
-                is_found, what = run(check, folder, mistake)
+                fails, said, trace = run(check, folder, mistake.file)
+                is_found = fails and re.search(mistake.place, trace) is not None
+                if is_found and options.page:
+                    said = said.removeprefix(f"differs {check} ").split("; [")[0]
+                    said = said if said.startswith(check) else f"{check}: {said}"
+                    return check, f"{name}: {SHOWN[options.page][name]}\n    {said}"
                 if is_found:
-                    row.check, row.seconds, row.what = check, time.monotonic() - began, what
-                    break
-                row.missed.append(check)
+                    before = f"; not by {', '.join(missed)}" if missed else ""
+                    place = f"; {mistake.thread}: {trace}" if mistake.place else ""
+                    return check, f"{name:40} {check} ({time.monotonic() - began:.0f} s){before}: {said}{place}"
+                missed.append(f"{check}, which says {trace or said!r}" if fails else check)
     finally:
         folders.put(folder)
-    print(row, flush=True)
-    return row
+    return "", f"{name:40} NOT FOUND; not by {', '.join(missed)}"
 
 
-def show(page: str, folder: Path) -> None:
-    """Print the mistakes of a page, and what the last check of each says."""
-    for name, mistake in MISTAKES.items():
-        if mistake.page == page:
-            with planted(mistake, folder):
-                check = mistake.found_by[-1]
-                is_found, what = run(check, folder, mistake)
-            said = what.removeprefix(f"differs {check} ").split("; [")[0] if is_found else "finds nothing"
-            print(f"{name}: {mistake.text}\n    {said if said.startswith(check) else f'{check}: {said}'}", flush=True)
+def clean(check: str, file: str, folders: "queue.Queue[Path]") -> Outcome:
+    """Run a check without a mistake."""
+    folder = folders.get()
+    try:
+        return run(check, folder, file)
+    finally:
+        folders.put(folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(MISTAKES), choices=MISTAKES, metavar="NAME", help="mistakes")
     parser.add_argument("--room", default="", help="mistakes in files of which this is a part of the path")
-    parser.add_argument("--page", help="print the mistakes of a page")
+    parser.add_argument("--page", choices=SHOWN, help="print the mistakes of a page")
+    parser.add_argument(
+        "--reported", action="store_true", help="mistakes of which a trace names the first wrong tensor"
+    )
     parser.add_argument("--named", action="store_true", help="run only the checks that a mistake names")
     parser.add_argument("--jobs", type=int, default=2, help="number of checks at a time [2]")
-    parser.add_argument("--out", type=Path, help="JSON file to write the rows to")
     options = parser.parse_args()
-    chosen = [name for name in options.only if options.room in MISTAKES[name].file]
+    names = SHOWN[options.page] if options.page else options.only
+    chosen = [name for name in names if options.room in MISTAKES[name].file]
+    chosen = [name for name in chosen if MISTAKES[name].place or not options.reported]
     folders: queue.Queue[Path] = queue.Queue()
+    found: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
         for number in range(options.jobs):
             folders.put(Path(shutil.copytree(ROOT, Path(scratch, str(number)), ignore=IGNORED)))
-        if options.page:
-            show(options.page, folders.get())
-            return 0
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            rows = list(pool.map(lambda name: examine(name, folders, options.named), chosen))
-            used = {(row.check, row.file if row.file in EXAMPLES else "") for row in rows if row.check}
-            wrong = [
-                check for check, fails in pool.map(lambda each: clean(each[0], each[1], folders), sorted(used)) if fails
-            ]
-    if options.out:
-        options.out.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-    missed = [row.name for row in rows if not row.check]
-    print(f"{len(rows) - len(missed)} of {len(rows)} mistakes are found", *missed, sep="\n  not found: ")
-    print(*wrong, sep="\n")
+            rows = pool.map(lambda name: examine(name, folders, options), chosen)
+            for name, (check, text) in zip(chosen, rows, strict=True):
+                found[name] = check
+                print(text, flush=True)
+            if options.page:
+                return 0
+            used = sorted({(check, adapter_of(MISTAKES[name].file)) for name, check in found.items() if check})
+            outcomes = list(pool.map(lambda each: clean(each[0], each[1], folders), used))
+    missed = [name for name, check in found.items() if not check]
+    print(f"{len(found) - len(missed)} of {len(found)} mistakes are found", *missed, sep="\n  not found: ")
+    wrong = [each for each in zip(used, outcomes, strict=True) if each[1].fails]
+    print(*(f"{check} fails without a mistake: {outcome.said}" for (check, _), outcome in wrong), sep="\n")
     return int(bool(missed or wrong))
-
-
-def clean(check: str, adapter: str, folders: "queue.Queue[Path]") -> tuple[str, bool]:
-    """Run a check without a mistake. Returns what it says, and whether it fails."""
-    folder = folders.get()
-    try:
-        fails, what = run(check, folder, Mistake(adapter, "", "", ()))
-    finally:
-        folders.put(folder)
-    return f"{check} fails without a mistake: {what}", fails
 
 
 if __name__ == "__main__":

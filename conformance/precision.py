@@ -1,9 +1,8 @@
 """Checks of narrow dtypes besides the distance of each tensor from the exact one, which hides what is a little wrong.
 
-Roundings are independent of each other, so that they hardly change the projection of all gradients on the exact ones: a
-factor that they have in common shows there. And the optimizer computes in float32, so that the norm of the trainer's
-own gradients and the weights that AdamW makes of them are known to seven digits, however far they are from the exact
-ones.
+Roundings are independent of each other, so that they hardly change the projection of a gradient on the exact one: a
+factor shows there. And the optimizer computes in float32, so that the norm of the trainer's own gradients and the
+weights that clipping and AdamW make of them are known to seven digits, however far they are from the exact ones.
 """
 
 import math
@@ -19,22 +18,60 @@ from conformance.reference import Reference, adamw
 from conformance.result import Result
 
 UNIT = torch.finfo(torch.float32).eps
-MANY = 10_000  # numbers from which few different mantissas are no accident
+FEW, MANY = 16, 512  # numbers from which bits are no accident, and numbers that are enough
 Factors = dict[Key, dict[str, float]]
 
 
-def check_precision(case: Case, results: Sequence[Result], right: Reference, limits: Limits) -> Difference | None:
-    """Return the first number that a narrow dtype does not explain, or None."""
+class Replay:
+    """AdamW of a trainer's own gradients, from step to step, also of a run that resumes: its weights begin as those
+    that the trainer has saved, and its moments are those that the trainer should have saved.
+    """
+
+    def __init__(self, case: Case, initial: Mapping[str, Tensor]) -> None:
+        self.weights = {name: nn.Parameter(x.double().clone()) for name, x in initial.items()}
+        self.optimizer, self.next_step = adamw(self.weights.values(), case), 0
+
+    def train(self, case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Take the steps of a case, and return the updates of the weights."""
+        before = {name: p.detach().clone() for name, p in self.weights.items()}
+        for step, found in zip(case.steps, gradients, strict=True):
+            for name, p in self.weights.items():
+                p.grad = found[name].double().clone() if name in found else None
+            nn.utils.clip_grad_norm_(
+                self.weights.values(), math.inf if case.max_grad_norm is None else case.max_grad_norm
+            )
+            for group in self.optimizer.param_groups:
+                group["lr"] = case.learning_rates[step]
+            self.optimizer.step()
+        self.next_step = case.last_step
+        return {name: p.detach() - before[name] for name, p in self.weights.items()}
+
+
+def check_precision(
+    case: Case, results: Sequence[Result], right: Reference, limits: Limits, replay: Replay | None
+) -> tuple[Difference | None, Replay | None]:
+    """Return the first number that a narrow dtype does not explain, or None.
+
+    Args:
+        replay: that of the run from which the case resumes; None: the case is the beginning of a run, or no such run
+            returned the gradients of all steps.
+
+    Returns:
+        That number, and the replay for a case that resumes from this one.
+    """
     steps = min(max(sum(map(bool, each.gradients)) for each in results), len(right.losses))
     gradients = [
         joined([each.gradients[i] for each in results if i < len(each.gradients)], right) for i in range(steps)
     ]
     weights = joined([each.weights for each in results], right)
-    found = [*of_bits(case, gradients), *of_norms(gradients, results)]
-    if steps == len(case.steps) and case.load is None:
-        found += of_weights(case, gradients, weights, right)
-    found += of_factors(gradients, weights, right, limits)
-    return next((each for each in found if not each.error <= each.bound), None)
+    found = [*of_bits(case, gradients), *of_norms(case, gradients, results)]
+    replay = Replay(case, right.initial) if case.first_step == 0 else replay
+    if steps == len(case.steps) and replay is not None and replay.next_step == case.first_step:
+        found += of_weights(case, gradients, weights, replay)
+    else:
+        replay = None
+    found += of_factors(case, gradients, weights, right, limits)
+    return next((each for each in found if not each.error <= each.bound), None), replay
 
 
 def joined(of_ranks: Sequence[Mapping[str, Any]], right: Reference) -> dict[str, Tensor]:
@@ -52,13 +89,15 @@ def projection(found: Tensor, right: Tensor) -> float:
     return ((found * right).sum() / right.square().sum()).item()
 
 
-def factors_of(gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference) -> Factors:
+def factors_of(
+    case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
+) -> Factors:
     """Return the projection of each gradient and update on the right one, less 1, by kind and step."""
     found: Factors = {}
-    for step, each in enumerate(gradients):
-        found["gradient", step + 1] = factors_between(each, right.gradients[step])
+    for step, each, exact in zip(case.steps, gradients, right.gradients, strict=False):
+        found["gradient", step + 1] = factors_between(each, exact)
     updates, rights = ({n: x - right.initial[n] for n, x in each.items()} for each in (weights, right.weights))
-    return found | {("update", len(right.losses)): factors_between(updates, rights)}
+    return found | {("update", case.last_step): factors_between(updates, rights)}
 
 
 def factors_between(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
@@ -71,55 +110,70 @@ def bias(factors: Mapping[str, float], shares: Mapping[str, float]) -> float:
 
 
 def of_factors(
-    gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference, limits: Limits
+    case: Case,
+    gradients: Sequence[Mapping[str, Tensor]],
+    weights: Mapping[str, Tensor],
+    right: Reference,
+    limits: Limits,
 ) -> Iterator[Difference]:
-    for key, factors in factors_of(gradients, weights, right).items():
+    """Check the factors of single tensors, and the mean of all of them, which is known better."""
+    for key, factors in factors_of(case, gradients, weights, right).items():
+        for name, found in factors.items():
+            hint = f"it is {1 + found:.6g} times what it should be, rounding aside"
+            yield Difference(key[0], key[1], (), name, error=abs(found), bound=limits.factors[key][name], hint=hint)
         found = bias(factors, limits.shares[key])
         hint = f"all of them together are {1 + found:.6g} times what they should be"
         yield Difference(f"{key[0]}s", key[1], error=abs(found), bound=limits.biases[key], hint=hint)
 
 
 def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
-    """Check that gradients that are sums over ranks or micro-batches have more bits than the narrow dtype. Their
-    mantissas tell, even if all of them were divided by one number afterwards.
+    """Check that gradients that are sums over ranks or micro-batches have more bits than the narrow dtype, see
+    `is_narrow`.
     """
-    allowed = round(2 / torch.finfo(case.torch_dtype).eps)
     are_sums = case.sizes["dp"] * case.sizes["cp"] * case.micro_batches > 1 and case.torch_dtype != case.weight_dtype
-    for step, found in enumerate(gradients) if are_sums else ():
-        numbers = torch.cat([x[x != 0] for x in found.values()])
-        if len(numbers) >= MANY:
-            different = len(torch.frexp(numbers.float().abs()).mantissa.unique())
-            hint = f"all of them have one of {different} mantissas: they are added or sent in {case.dtype}"
-            yield Difference("gradients", step + 1, error=math.inf if different <= allowed else 0.0, hint=hint)
+    for step, found in zip(case.steps, gradients if are_sums else (), strict=False):
+        for name in (name for name, x in found.items() if is_narrow(x, case.torch_dtype)):
+            hint = f"it has no more bits than {case.dtype}, in which it is added or sent"
+            yield Difference("gradient", step + 1, (), name, hint=hint)
 
 
-def of_norms(gradients: Sequence[Mapping[str, Tensor]], results: Sequence[Result]) -> Iterator[Difference]:
+def is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers of a tensor in float32 have the bits of a narrower dtype, perhaps times one factor, by which
+    they were divided afterwards. The first one then has one of few mantissas, and each says what the factor is.
+    """
+    x = x[x != 0].double()
+    x, count = x[:: -(-len(x) // MANY) or 1], round(1 / torch.finfo(dtype).eps)
+    if len(x) < FEW:
+        return False
+    mantissas = torch.frexp(x[:, None] / x[0] * torch.arange(count, 2 * count)).mantissa.abs() * 2 * count
+    apart = (mantissas - mantissas.round()).abs()
+    return bool((apart <= 4 * count * UNIT).double().mean(0).max() > 0.9)
+
+
+def of_norms(case: Case, gradients: Sequence[Mapping[str, Tensor]], results: Sequence[Result]) -> Iterator[Difference]:
     for step, found in enumerate(gradients):
         norm = nn.utils.get_total_norm([*found.values()]).item()
         for rank, result in enumerate(results):
             for value in result.grad_norms[step : step + 1]:
                 yield Difference(
-                    "gradient norm", step + 1, (rank,), "", (), value, norm, abs(value / norm - 1), 64 * UNIT,
-                    "that of the trainer's own gradients",
+                    "gradient norm", case.first_step + step + 1, (rank,), "", (), value, norm, abs(value / norm - 1),
+                    64 * UNIT, "that of the trainer's own gradients",
                 )  # fmt: skip
 
 
 def of_weights(
-    case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
+    case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], replay: Replay
 ) -> Iterator[Difference]:
-    """Check that AdamW makes the weights from the gradients. The bound is that of rounding each step to float32."""
-    own = {name: nn.Parameter(x.double().clone()) for name, x in right.initial.items()}
-    optimizer = adamw(own.values(), case)
-    for step, found in zip(case.steps, gradients, strict=True):
-        for name, p in own.items():
-            p.grad = found[name].double() if name in found else None
-        for group in optimizer.param_groups:
-            group["lr"] = case.learning_rates[step]
-        optimizer.step()
+    """Check that clipping and AdamW make the weights from the gradients. The bound is that of rounding each step to
+    float32. The replay goes on with the trainer's weights.
+    """
+    before = {name: p.detach().clone() for name, p in replay.weights.items()}
+    updates = replay.train(case, gradients)
     for name, x in weights.items():
-        update, expected = x - right.initial[name], own[name].detach() - right.initial[name]
-        rounding = UNIT * right.initial[name].square().mean().sqrt().item() * len(case.steps)
+        update, expected = x.double() - before[name], updates[name]
+        rounding = UNIT * before[name].square().mean().sqrt().item() * len(case.steps)
         bound = 64 * UNIT + 4 * rounding / max(expected.square().mean().sqrt().item(), rounding)
         hint = f"its update is {projection(update, expected):.6g} times AdamW's of the trainer's own gradients"
         error = mean_error(update, expected, expected)
+        replay.weights[name].data.copy_(x)
         yield Difference("weight", case.last_step, (), name, error=error, bound=bound, hint=hint)

@@ -17,15 +17,30 @@ from conformance.result import Result
 
 @dataclasses.dataclass
 class Reference(Result):
-    """Results of the reference: whole tensors; `initial` has the weights before the first step."""
+    """Results of the reference: whole tensors.
+
+    Args:
+        initial: weights before the first step.
+        after: weights after each step.
+    """
 
     gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     initial: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    after: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+
+    def of(self, case: Case) -> "Reference":
+        """Return the results of a case, whose steps are some of these. One that resumes is part of a training without
+        interruption.
+        """
+        steps = slice(case.first_step, case.last_step)
+        lists = ("losses", "grad_norms", "gradients", "evaluations")
+        weights = ([self.initial, *self.after])[case.last_step]
+        return dataclasses.replace(self, weights=weights, **{name: getattr(self, name)[steps] for name in lists})
 
 
 def run_reference(case: Case) -> Reference:
-    """Run a case on one process in float64. A case that resumes is part of a training without interruption."""
+    """Run the steps of a case, from the first one of all, on one process in float64."""
     model = dataclasses.replace(case, dtype="float64").model()
     return train(model, case, case.batch)
 
@@ -44,7 +59,7 @@ def train(
         rounding: errors to make, see `Rounding`.
 
     Returns:
-        The results, from step `case.first_step` on.
+        The results of all steps up to `case.last_step`.
     """
     found, parameters = Reference(initial=copies(model)), dict(model.named_parameters())
     optimizer = adamw(parameters.values(), case)
@@ -68,19 +83,18 @@ def train(
             (gradient,) = torch.autograd.grad(loss, own)
             with rounding:
                 logits.backward(gradient * 1)
-        if step >= case.first_step:
-            found.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        found.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         limit = math.inf if case.max_grad_norm is None else case.max_grad_norm
         norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
         optimizer.step()
         if rounding:
             rounding.round_weights(model)
-        if step >= case.first_step:
-            found.losses.append(loss.item())
-            found.grad_norms.append(norm)
-            if case.evaluates:
-                with torch.no_grad():
-                    found.evaluations.append(forward(batch_of(-1))[0].item())
+        found.losses.append(loss.item())
+        found.grad_norms.append(norm)
+        found.after.append(copies(model))
+        if case.evaluates:
+            with torch.no_grad():
+                found.evaluations.append(forward(batch_of(-1))[0].item())
     found.weights = copies(model)
     if case.new_tokens:
         found.tokens = continued(model, case.prompts(), case.new_tokens)
@@ -90,9 +104,9 @@ def train(
 def named_like(found: Reference, names: Iterable[str]) -> Reference:
     """Return a reference with the names of the hub for experts, if `names` are such names, see `named_as`."""
     names = list(names)
-    gradients = [named_as(names, each) for each in found.gradients]
+    gradients, after = ([named_as(names, each) for each in every] for every in (found.gradients, found.after))
     weights, initial = named_as(names, found.weights), named_as(names, found.initial)
-    return dataclasses.replace(found, gradients=gradients, weights=weights, initial=initial)
+    return dataclasses.replace(found, gradients=gradients, weights=weights, initial=initial, after=after)
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from conformance.case import Case
 from conformance.compare import Difference
@@ -64,12 +65,13 @@ class Trace:
         rename: Callable[[str], Any],
     ) -> None:
         self.case, self.rename = case, rename
+        self.config = AutoConfig.from_pretrained(case.model_folder)
         self.shape = tuple(case.batch(case.first_step)["input_ids"].shape)
         self.at = dict[Key, list[Local]]()
         self.raw, self.reason, self.first = set[str](), "", dict[str, Any]()
         self.factors = dict[tuple[int, Phase, int], float]()  # of gradients, by step, phase and rank
         self.places = dict[tuple[int, str, str], tuple[Tensor, Tensor]]()  # rows and columns of each rank's weights
-        records = [each for each in records if each.step >= case.first_step]
+        records = [each for each in records if case.first_step <= each.step < case.last_step]
         self.modules = {each.name for each in records if each.kind == "output"}
         self.right = self.tensors_of(records)
         self.read_ranks()
@@ -374,7 +376,9 @@ class Trace:
         if wrong:
             return self.say.wrong(wrong)
         is_complete = covered.all() or not covered.any() or len(right) < len(found)
-        return "" if is_complete else self.say.on_no_rank(key, ~covered)
+        if not is_complete:
+            return self.say.on_no_rank(key, ~covered)
+        return self.say.unequal_shards(key, right) if key[1] == Phase.LOAD and len(right) == len(found) else ""
 
 
 def fields_of(key: Key, ranks: list[int]) -> dict[str, Any]:

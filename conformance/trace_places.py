@@ -129,7 +129,7 @@ def settle(votes: Tensor, lead: tuple[int, ...], length: int) -> Tensor:
     rows = score.argmax(1).masked_fill(~score.any(1), -1)
     few = (votes.amax(1) * 2 <= votes.max()) & (rows >= 0)
     if few.any() and (votes[few] == votes[few][0]).all():  # padding: it has an id, too, but is nobody in later layers
-        rows[few], score[few], after = -1, 0.0, 0
+        rows[few], score[few], after = -1, 0.0, -1  # the first document may begin anywhere
         for i in (rows >= 0).nonzero()[:, 0].tolist():  # a short document often comes after the one before it
             score[i, after : after + 1] *= 4
             rows[i] = score[i].argmax()

@@ -1,6 +1,7 @@
 """Sentences about the first wrong tensor of a run: where it is, what it is instead, and what before it is equal."""
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ PLACES = {  # of a tensor of each phase: name, and what follows after the senten
     "LOAD": ("{weight} on {ranks}", ", before the first step: it is loaded wrongly"),
     "FORWARD": ("{label} on {ranks}", "; {before} is equal"),
     "BACKWARD": ("gradient of {label} on {ranks}", "; gradient of {before} is equal"),
-    "GRADIENTS": ("gradient of {weight} on {ranks}", "; the gradients of all outputs are equal"),
+    "GRADIENTS": ("gradient of {weight} on {ranks}", "; the gradients of all outputs are equal{factor}"),
     "CLIP": ("gradient of {weight} on {ranks}", ", when the optimizer gets it"),
     "UPDATE": (
         "{weight} on {ranks} after the optimizer's step",
-        "; {gradients} and their norm are equal: the update is wrong",
+        "; {gradients} and their norm are equal: {cause}",
     ),
 }
 
@@ -54,7 +55,18 @@ class Sentences:
             return f"{place} is {of_right if are_equal else 'one term of a sum, which is missing or wrong'}: {text}"
         if "{before}" in end and not before:
             return text
-        return text + end.format(before=before[-1].label if before else "", gradients=self.gradients(step))
+        words = {"gradients": self.gradients(step), "factor": self.factor(step), "cause": self.cause(step)}
+        return text + end.format(before=before[-1].label if before else "", **words)
+
+    def factor(self, step: int) -> str:
+        """Name the constant of a step's gradients of outputs, by which they are divided before they are compared."""
+        found = [c for (s, phase, _), c in self.trace.factors.items() if s == step and phase.name == "BACKWARD"]
+        return f", but for the factor {times(found[0])} of all of them" if found and abs(found[0] - 1) > 1e-6 else ""
+
+    def cause(self, step: int) -> str:
+        """Say why a weight is the first wrong tensor. An optimizer that is not torch's shows no clipped gradients."""
+        is_seen = any(key[0] == step and key[1].name == "CLIP" for key in self.trace.at)
+        return "the update is wrong" if is_seen else "the update is wrong, or clipping (no optimizer of torch was seen)"
 
     def instead(self, each: Local) -> str:
         """Say what a wrong tensor is."""
@@ -125,6 +137,36 @@ class Sentences:
             part = f"columns {spans(missing.any(0).nonzero()[:, 0].tolist())}"
         of, verb = "gradient of " if key[1].name == "BACKWARD" else "", "are" if missing.sum() > 1 else "is"
         return f"{of}{short(key[2])} {key[3]}: {part} {verb} on no rank"
+
+    def unequal_shards(self, key: Key, right: list[Local]) -> str:
+        """Say that some rows or columns of a weight are on more ranks than others, or that a rank has other key/value
+        heads than its query heads need; "" if neither is so.
+        """
+        counts = torch.zeros(self.trace.right[key].x.shape, dtype=torch.long)
+        for each in {each.rank: each for each in right}.values():
+            if each.rows is not None and each.columns is not None:
+                counts[each.rows[:, None], each.columns] += 1
+        weight = f"{short(key[2])}.{key[3]}"
+        if counts.min() < counts.max():
+            dim = 0 if len(counts.amax(1).unique()) > 1 else 1
+            few = (counts.amin(1 - dim) < counts.max()).nonzero()[:, 0]
+            part = f"{('rows', 'columns')[dim]} {spans(few.tolist())}"
+            numbers = f"on {counts.min()} ranks, others on {counts.max()}"
+            return f"{weight}: {part} are {numbers}, before the first step: it is loaded wrongly"
+        config = self.trace.config
+        q_name = re.sub(r"\.[kv]_proj$", ".q_proj", key[2])
+        for each in right if q_name != key[2] and config is not None else ():
+            places = self.trace.places.get((each.rank, q_name, key[3]))
+            width, heads = len(counts) // config.num_key_value_heads, config.num_attention_heads
+            if places is not None and each.rows is not None and len(counts) % config.num_key_value_heads == 0:
+                used = {head * config.num_key_value_heads // heads for head in (places[0] // width).tolist()}
+                held = {*(each.rows // width).tolist()}
+                if not used <= held:
+                    return (
+                        f"{weight} on rank {each.rank} has heads {spans(sorted(held))}, but its query heads use "
+                        f"{spans(sorted(used))}, before the first step: it is loaded wrongly"
+                    )
+        return ""
 
     def gradients(self, step: int) -> str:
         """Name the gradients of a step that are compared."""

@@ -16,13 +16,18 @@ from puzzles.tensors import difference
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def remedy(x: Any) -> str:
-    """Return how to make a tensor in float64 of a number or of another tensor."""
+def not_a_tensor(operation: str, x: Any) -> Misuse:
+    """Return the error of an operation whose argument is no tensor in float64: what x is, and how to make one of it."""
+    got, remedy = kind(x), ""
     if isinstance(x, Tensor):
-        return "; use x.double()"
-    if isinstance(x, torch.return_types.max | torch.return_types.min):
-        return "; use x.max(dim).values or x.amax(dim)"
-    return f"; for a number: torch.tensor({x!r}, dtype=torch.float64)" if isinstance(x, int | float) else ""
+        remedy = "; use x.double()"
+    elif isinstance(x, torch.return_types.max | torch.return_types.min):
+        remedy = "; use x.max(dim).values or x.amax(dim)"
+    elif isinstance(x, int | float):
+        remedy = f"; for a number: torch.tensor({x!r}, dtype=torch.float64)"
+    elif x is None:
+        got, remedy = "None", "; x.grad is None unless x.requires_grad_() was called before x was used"
+    return Misuse(f"{operation} takes a tensor in float64, but got {got}{remedy}")
 
 
 class Group:
@@ -183,7 +188,7 @@ class Group:
     def _checked(self, operation: str, x: Any) -> Tensor:
         self._allow(operation.split()[0])
         if not isinstance(x, Tensor) or x.dtype != torch.float64:
-            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}{remedy(x)}")
+            raise not_a_tensor(operation, x)
         if operation == "all_gather" and x.ndim == 0:
             raise Misuse(
                 "all_gather joins tensors along their first dimension, so it cannot take a number; use x[None]"
@@ -194,7 +199,7 @@ class Group:
     def _message(self, operation: str, x: Any, other: int) -> Tensor:
         self._other(operation, other)
         if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.ndim > 7:
-            raise Misuse(f"{operation} takes a tensor in float64, but got {kind(x)}{remedy(x)}")
+            raise not_a_tensor(operation, x)
         return x.detach().contiguous()
 
     def _other(self, operation: str, other: Any) -> None:

@@ -19,8 +19,8 @@ group: dict[str, Any] = {}  # for each axis, this rank's group,
 size: dict[str, int] = {}  # the number of its members,
 rank: dict[str, int] = {}  # and this rank's index among them
 
-# Sizes that work, in any combination: they split sequences, layers, tokens and heads evenly.
-SIZES = {"dp": [1, 2, 4], "pp": [1, 2, 3, 4, 5], "cp": [1, 2, 4, 8], "tp": [1, 2, 4]}
+# Sizes that work, in any combination: each rank gets sequences, layers, tokens and heads.
+SIZES = {"dp": [1, 2, 4], "pp": [1, 2, 3, 4, 5], "cp": [1, 2, 4], "tp": [1, 2, 4]}
 
 
 def check_sizes(**sizes: int) -> None:

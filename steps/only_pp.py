@@ -43,7 +43,7 @@ def train_step(stage: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
         if x.grad is not None:  # not on rank 0, whose x are token ids
             sent.append(dist.isend(x.grad, rank - 1))
 
-    for ids, targets in micro_batches:  # 1F1B (Narayanan et al. 2021, arXiv:2104.04473)
+    for ids, targets in micro_batches:  # 1F1B (Narayanan et al. 2020, arXiv:2006.09503)
         forward(ids, targets)
         if len(running) > last - rank:  # the forwards that run before the first gradient arrives
             backward()

@@ -1,17 +1,21 @@
 """The budget of the trainer that one reads. Its numbers only fall: see CONTRIBUTING.md."""
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from docs.programs import reading_path
 from tests.support.traced_step import code_tokens
 
 TOKENS = 22_782  # code tokens of picotron/: no comments, docstrings or layout, so that nobody saves by cramming
 FILES = 28  # files of picotron/
-STEP = {"functions": 118, "files": 20, "lines": 615}  # that a warm step of pp 2 x cp 2 x tp 2 runs, over all ranks
+STEP = {"functions": 118, "files": 20, "lines": 614}  # that a warm step of pp 2 x cp 2 x tp 2 runs, over all ranks
+PATH_LINES = 650  # of `python -m docs.programs.reading_path --code`, without those between the pieces
 
 
 def test_the_trainer_stays_as_small_as_it_is() -> None:
@@ -20,21 +24,72 @@ def test_the_trainer_stays_as_small_as_it_is() -> None:
     assert sum(len(code_tokens(source)) for source in sources) <= TOKENS
 
 
-@pytest.mark.processes
-def test_a_step_runs_no_more_code_than_it_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.traced_step", str(tmp_path / "step.json")]
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what a step runs: the functions and the number of code lines of each file."""
+    folder = tmp_path_factory.mktemp("step")
+    command = [sys.executable, "-m", "tests.support.traced_step", str(folder / "step.json")]
     result = subprocess.run(
-        [*command, "--checkpoint.save_dir", str(tmp_path / "run")],
+        [*command, "--checkpoint.save_dir", str(folder / "run")],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    files = json.loads((tmp_path / "step.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "step.json").read_text())
+    return found
+
+
+@pytest.mark.processes
+def test_a_step_runs_no_more_code_than_it_does(step: dict[str, Any]) -> None:
     found = {
-        "functions": sum(len(each["functions"]) for each in files.values()),
-        "files": len(files),
-        "lines": sum(each["lines"] for each in files.values()),
+        "functions": sum(len(each["functions"]) for each in step.values()),
+        "files": len(step),
+        "lines": sum(each["lines"] for each in step.values()),
     }
+    assert min(found.values()) > 0
     assert {name: number for name, number in found.items() if number > STEP[name]} == {}
+
+
+PIECES = [piece for pieces in reading_path.parts().values() for piece in pieces]
+LEFT_OUT = " ".join(reading_path.LEFT_OUT.values()).split()
+
+
+def test_the_reading_path_is_short() -> None:
+    assert sum(piece.text().count("\n") + 1 for piece in PIECES) <= PATH_LINES
+    ast.parse("\n".join(reading_path.code()))
+
+
+@pytest.mark.processes
+def test_each_function_of_a_step_is_in_the_reading_path_or_left_out(step: dict[str, Any]) -> None:
+    def is_left_out(file: str, name: str) -> bool:
+        return any(each in (name, name.rpartition(".")[2]) or file.startswith(each) for each in LEFT_OUT)
+
+    def is_shown(file: str, name: str) -> bool:
+        return any(file == each.file and f"{name}.".startswith(f"{each.name}.") for each in PIECES)
+
+    ran = [(file, name) for file, found in step.items() for name in found["functions"]]
+    assert [each for each in ran if not is_shown(*each) and not is_left_out(*each)] == []
+
+
+def test_the_reading_path_defines_each_name_before_it_is_used() -> None:
+    """A name of picotron/ in the code of a piece is one of a piece above it, of itself, or left out."""
+    modules = [ast.parse(path.read_text()) for path in Path("picotron").rglob("*.py")]
+    project = {name for module in modules for node in module.body for name in reading_path.names_of(node)} - {""}
+    defined, undefined = {each.rpartition(".")[2] for each in LEFT_OUT}, []
+    for piece in PIECES:
+        nodes = [*ast.walk(piece.node)]
+        defined |= {piece.name.rpartition(".")[2], *(node.name for node in nodes if isinstance(node, ast.FunctionDef))}
+        methods = {each.name.rpartition(".")[2] for each in PIECES if "." in each.name}
+        hints = {id(part) for node in nodes for hint in annotations(node) for part in ast.walk(hint)}
+        for node in nodes:
+            used = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            known = project if isinstance(node, ast.Name) else methods - {"forward", "backward", "step"}
+            if used in known and used not in defined and id(node) not in hints:
+                undefined.append((piece.name, used))
+    assert undefined == []
+
+
+def annotations(node: ast.AST) -> list[ast.expr]:
+    return [each for each in (getattr(node, "annotation", None), getattr(node, "returns", None)) if each]

@@ -19,7 +19,8 @@ from conformance.case import Batch, weights_of
 from conformance.reference import adamw
 
 AXES = ("dp",)
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32", "mixed")
+CHAPTERS = ("step", "run", "loss", "float32", "mixed")
+LACKS = ("documents", "evaluation", "resume")
 LAYOUTS = ("dp2 fsdp", "dp2 means")
 
 

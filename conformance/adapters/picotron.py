@@ -32,8 +32,8 @@ from workbench.run.run_folder import checkpoint_folders
 from workbench.schedules.schedules import SCHEDULES
 
 LAYOUTS = (
-    *(f"pp2 {name}" for name in SCHEDULES if name != "1f1b"),  # the default
-    *("dp2 zero1", "dp2 zero3", "tp2 sp", "cp2 contiguous all_gather", "cp2 ulysses zero3", "dp2 x pp2 zbv zero3"),
+    *("pp2 afab", "pp2 looped_bfs", "dp2 x pp2 interleaved_1f1b zero1", "pp2 x tp2 zb_h1 sp", "dp2 x pp2 zbv zero3"),
+    *("pp2 x cp2 dualpipev contiguous all_gather", "pp2 x cp2 v_min ulysses zero3"),
 )
 
 
@@ -145,7 +145,9 @@ def evaluated(case: Case, trainer: Trainer) -> list[float]:
         weights = weights_of(batch)
         return torch.stack([-(log_probs(head, x, batch["target_ids"]) * weights).sum(), weights.sum()])
 
-    found = forward_batch(trainer.evaluate, trainer.model, trainer.split(case.evaluation()), sums, merge=list)
+    found = forward_batch(
+        trainer.evaluate, trainer.model, trainer.split(as_packed(case.evaluation())), sums, merge=list
+    )
     if found is None:
         return []
     total = torch.stack(found).sum(0)

@@ -18,7 +18,8 @@ from conformance.case import Batch
 from conformance.examples.tensor import Pair
 
 AXES = ("tp",)
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
+CHAPTERS = ("step", "run", "loss", "float32")
+LACKS = ("documents", "evaluation", "resume")
 NAMES = {"embedding": ("model.embed_tokens",), "final_norm": ("model.norm",), "output": ("lm_head",)}
 NAMES_IN_LAYERS = {  # transformers' modules that a module of a layer computes
     "input_norm": ("input_layernorm",),

@@ -23,7 +23,8 @@ from conformance.adapters.loop import norm_of_mixed, torch_norm, train
 from conformance.case import IGNORED, Batch
 
 AXES = ("tp",)
-CHAPTERS = ("step", "steps", "odd", "tied", "masks", "float32")
+CHAPTERS = ("step", "run", "float32")
+LACKS = ("documents", "weights", "accumulation", "evaluation", "resume")
 LAYOUTS = ("tp2 torch_clip",)
 PLAN = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel()),

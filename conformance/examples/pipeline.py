@@ -1,6 +1,6 @@
 """A pipeline in plain torch, 1F1B: each rank has some layers, and activations travel from rank to rank.
 
-Narayanan et al. 2021, arXiv:2104.04473.
+Narayanan et al. 2020, arXiv:2006.09503.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from conformance.adapters.stage import Stage
 from conformance.case import Batch, weights_of
 
 AXES = ("pp",)
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
+CHAPTERS = ("step", "run", "loss", "float32")
+LACKS = ("documents", "evaluation", "resume")
 LAYOUTS = ("pp2 afab",)
 
 

@@ -16,7 +16,8 @@ from conformance.adapters.loop import accumulate, chunks, train
 from conformance.case import Batch
 
 AXES = ("cp",)
-CHAPTERS = ("step", "steps", "accumulation", "odd", "tied", "masks", "weights", "loss", "float32")
+CHAPTERS = ("step", "run", "loss", "float32")
+LACKS = ("documents", "evaluation", "resume")
 
 
 def shift(x: Tensor, by: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 from conformance.check import Checker
 
 ADAPTER = Path(__file__).with_name("ddp.py")
-ROWS = Checker(ADAPTER).plan(only=("step", "masks"), layouts=("dp2",))
+ROWS = Checker(ADAPTER).plan(only=("step", "run"), layouts=("dp2",))
 
 
 @pytest.fixture(scope="module")

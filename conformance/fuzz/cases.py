@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from conformance.fuzz.chat_templates import TEMPLATES
-from conformance.fuzz.modules import Case, draw_modules, smaller_modules
+from conformance.fuzz.pipelines import Case, draw_modules, smaller_modules
 from conformance.fuzz.programs import draw_program, smaller_programs
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES, WITH_EXPERTS
@@ -22,6 +22,15 @@ BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "trainin
 PROGRAMS = 0.25  # share of the programs among the cases
 EXPERTS = 0.25  # share of the models with experts among the models
 STEPS = 3
+SECTIONS = ("model", "data")
+SIMPLE: Case = {  # what a case is simplified to
+    "model": {
+        "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
+    },
+    "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy", "packed": False},
+    "resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "given_up": None,
+}  # fmt: skip
 SEED, CASES = 30, 150  # of the random cases in `make test`
 
 
@@ -316,18 +325,8 @@ def smaller(case: Case) -> Iterator[Case]:
     if "modules" in case:
         yield from smaller_modules(case)
         return
-    defaults = {
-        "model": {
-            "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
-        },
-        "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy",
-                 "packed": False},
-    }  # fmt: skip
-    for key, value in (
-        ("resume", None), ("frozen", []), ("between", False), ("looks", False), ("bucket_mb", None), ("given_up", None)
-    ):  # fmt: skip
-        if case.get(key, value) != value:
+    for key, value in SIMPLE.items():
+        if key not in SECTIONS and case.get(key, value) != value:
             yield case | {key: value}
     for key in case["config"]:
         if not key.endswith(("_size", "seq_length", "accumulation_steps")):
@@ -335,8 +334,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for axis in ("ep", "dp", "pp", "cp", "tp"):
         if case["config"].get(f"distributed.{axis}_size", 1) > 1:
             yield case | {"config": case["config"] | {f"distributed.{axis}_size": 1}}
-    for section, values in defaults.items():
-        for key, value in values.items():
+    for section in SECTIONS:
+        for key, value in SIMPLE[section].items():
             if case[section].get(key, value) != value:
                 yield case | {section: case[section] | {key: value}}
     for section, key in (

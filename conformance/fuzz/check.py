@@ -12,7 +12,7 @@ import torch
 
 from conformance.fuzz.cases import Case, smaller
 from conformance.fuzz.files import config_of, model_config, write_files
-from conformance.fuzz.modules import expected
+from conformance.fuzz.pipelines import expected
 from conformance.fuzz.programs import expected_of_program
 from conformance.fuzz.reference import train_reference
 from conformance.fuzz.sequences import Mismatch

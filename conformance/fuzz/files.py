@@ -61,7 +61,8 @@ def config_of(case: Case, folder: Path, part: int = 0) -> Config:
         override(data, key, value)
     config = parse_config(data)
     if case["resume"] and part == 0:
-        tokens = case["resume"]["after"] * config.global_batch_size * config.training.seq_length
+        step = config.global_batch_size * config.training.seq_length
+        tokens = case["resume"]["after"] * step - case["data"]["seed"] % step  # which the last step exceeds
         config = config.model_copy(update={"training": config.training.model_copy(update={"max_tokens": tokens})})
     return config
 

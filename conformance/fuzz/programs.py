@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from conformance.fuzz.habits import HOOKS, RULES, Habits, drawn
-from conformance.fuzz.toy_pipelines import TRAINING, WRAPPERS
+from conformance.fuzz.pipelines import TRAINING, WRAPPERS
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.placement import main_grad
@@ -65,96 +65,70 @@ def net_of(kind: str) -> Net:
         return Net(kind).double()
 
 
-# ----------------------------------------------------------------------------------------- what runs a loss's backward
+# ------------------------------------------------------------------------------------ losses, each with its backward
 
 Call = Callable[[Tensor], Tensor]
 
 
-def plain(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    loss = call(x).square().mean()
-    (share * loss).backward()
-    return loss
+def plain(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return [call(x).square().mean()]
 
 
-def two_calls(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    loss = call(x).square().mean() + call(x + 1).sin().mean()
-    (share * loss).backward()
-    return loss
+def two_calls(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return [call(x).square().mean() + call(x + 1).sin().mean()]
 
 
-def in_reverse(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+def in_reverse(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     first, second = call(x).square().mean(), call(x + 1).sin().mean()
-    (share * second).backward()
-    (share * first).backward()
-    return first + second
+    return [second, first]
 
 
-def retained(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    loss = call(x).square().mean()
-    (share * loss).backward(retain_graph=True)
-    (share * loss).backward()
-    return loss
+def retained(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return 2 * plain(call, net, x)
 
 
-def metric_between(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    loss = call(x).square().mean()
+def metric_between(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    (loss,) = plain(call, net, x)
     with torch.no_grad():
-        metric = call(x + 1).square().mean()
-    (share * loss).backward()
-    return loss + metric
+        (metric,) = plain(call, net, x + 1)
+    return [loss + metric]
 
 
-def dropped_first(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+def dropped_first(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     call(x + 1)
-    return plain(call, net, x, share)
+    return plain(call, net, x)
 
 
-def penalty(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    x.requires_grad_()
-    loss = call(x).square().mean()
+def penalty(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    (loss,) = plain(call, net, x.requires_grad_())
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    loss = loss + gradient.square().sum()
-    (share * loss).backward()
-    return loss
+    return [loss + gradient.square().sum()]
 
 
-def regularised(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    loss = call(x).square().mean() + 0.1 * torch.stack([p.square().sum() for p in net.parameters()]).sum()
-    (share * loss).backward()
-    return loss
+def regularised(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    (loss,) = plain(call, net, x)
+    return [loss + 0.1 * torch.stack([p.square().sum() for p in net.parameters()]).sum()]
 
 
-def recomputed(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    return plain(lambda x: checkpoint(call, x.requires_grad_(), use_reentrant=False), net, x, share)
+def recomputed(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return plain(lambda x: checkpoint(call, x.requires_grad_(), use_reentrant=False), net, x)
 
 
-def functional(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
+def functional(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     weights = {name: 0.9 * parameter for name, parameter in net.named_parameters()}
-    return plain(lambda x: functional_call(net, weights, (x,)), net, x, share)
+    return plain(lambda x: functional_call(net, weights, (x,)), net, x)
 
 
-def without_wrapper(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    return plain(net, net, x, share)
+def without_wrapper(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return plain(net, net, x)
 
 
-def one_layer(call: Call, net: Net, x: Tensor, share: float) -> Tensor:
-    return plain(net.layers[0], net, x, share)
+def one_layer(call: Call, net: Net, x: Tensor) -> list[Tensor]:
+    return plain(net.layers[0], net, x)
 
 
-LOSSES = [
-    plain,
-    two_calls,
-    in_reverse,
-    retained,
-    metric_between,
-    dropped_first,
-    penalty,
-    regularised,
-    recomputed,
-    functional,
-    without_wrapper,
-    one_layer,
-]
+LOSSES = [plain, two_calls, in_reverse, retained, metric_between, dropped_first]
+LOSSES += [penalty, regularised, recomputed, functional, without_wrapper, one_layer]
 LOSS_OF = {function.__name__: function for function in LOSSES}
 
 
@@ -201,7 +175,13 @@ class Bare(Habits):
 
     def backward(self, loss: str, flag: bool | None, seed: int) -> None:
         inputs = [drawn(10 * seed + rank, 3, D) for rank in self.ranks]
-        found = [LOSS_OF[loss](self.call, self.net, x, 1 / len(inputs)) for x in inputs]
+        found = []
+        for x in inputs:
+            losses = LOSS_OF[loss](self.call, self.net, x)
+            for i, each in enumerate(losses):
+                is_kept = any(each is later for later in losses[i + 1 :])
+                (each / len(inputs)).backward(retain_graph=is_kept)
+            found.append(torch.stack(losses).sum())
         self.record(found)
 
     def record(self, losses: list[Tensor]) -> None:
@@ -260,8 +240,8 @@ class Bare(Habits):
         values = [0.3 * drawn(seed + i, *p.shape) for i, p in enumerate(parameters)]
         if how == "vector":
             torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in values]), parameters)
-        for p, value in zip(parameters, values, strict=True):
-            if how == "data":
+        for i, (p, value) in enumerate(zip(parameters, values, strict=True)):
+            if how == "data" and i == seed % len(parameters):  # of one alone
                 p.data = value.to(p.dtype)
             elif how == "copy":
                 with torch.no_grad():
@@ -380,9 +360,11 @@ class BFloat16(Wrapped):
     def prepare(self, engine: str) -> None:
         self.net.bfloat16()
         self.model = WRAPPERS[engine](self.net)
+        self.optimizer = self.optimizer_of_ours()
+
+    def optimizer_of_ours(self) -> AdamW:
         states = {"training__optimizer_states": self.program["states"], "training__learning_rate": 0.05}
-        config = make_config(model__dtype="bfloat16", **states)
-        self.optimizer = make_optimizer(self.model, config)
+        return make_optimizer(self.model, make_config(model__dtype="bfloat16", **states))
 
     @property
     def call(self) -> Any:
@@ -390,7 +372,8 @@ class BFloat16(Wrapped):
 
     def reload(self) -> None:
         if self.program["reloads"]:
-            super().reload()
+            state, self.optimizer = copy.deepcopy(self.optimizer.state_dict()), self.optimizer_of_ours()
+            self.optimizer.load_state_dict(state)
 
 
 def run_program(case: Case) -> dict[str, Any]:
@@ -423,6 +406,9 @@ def expected_of_program(case: Case) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ drawing
 
+SIMPLE: dict[str, Any] = {
+    "ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper", "states": None,
+}  # fmt: skip
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight")
 
 
@@ -506,9 +492,8 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
 def smaller_programs(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
     program = case["program"]
-    simple = {"ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"}
-    for key, value in simple.items():
-        if program[key] != value:
+    for key, value in SIMPLE.items():
+        if program[key] != value and key != "states":
             yield {"program": program | {key: value}}
     for i in range(len(program["operations"])):
         yield {"program": program | {"operations": program["operations"][:i] + program["operations"][i + 1 :]}}

@@ -15,7 +15,7 @@ from torch import nn
 from conformance.fuzz.cases import Case
 from conformance.fuzz.files import config_of, own_batch, sequences_of
 from conformance.fuzz.losses import LOSSES, failing
-from conformance.fuzz.modules import train_stages
+from conformance.fuzz.pipelines import train_stages
 from conformance.fuzz.programs import run_program
 from picotron.config import Config
 from picotron.console import UserError

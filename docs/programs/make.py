@@ -195,15 +195,23 @@ def source(file: Path, symbol: str, with_docstring: bool = True) -> str:
     return textwrap.dedent("".join(f"{line}\n" for line in lines[first - 1 :] if line is not None))
 
 
+def repository() -> str:
+    """Return the address of this project on the web, which CITATION.cff has."""
+    (address,) = re.findall(r'^repository-code: "(.*)"', (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    return str(address)
+
+
 def paste_code(text: str) -> str:
-    """Replace the code on a page by the source of its symbols, with an empty line between two of them."""
+    """Replace the code on a page by the source of its symbols, with an empty line between two of them, and the address
+    that `git clone` takes by that of this project.
+    """
 
     def paste(match: re.Match[str]) -> str:
         file, symbols = ROOT / match["file"], match["symbols"].split()
         sources = [source(file, symbol, not match["bare"]) for symbol in symbols] or [file.read_text()]
         return match[0].removesuffix(match["shown"] + "```") + "\n".join(sources) + "```"
 
-    return CODE.sub(paste, text)
+    return CODE.sub(paste, re.sub(r"(?<=^git clone )\S+", repository(), text, flags=re.MULTILINE))
 
 
 def make(page: Path, wanted: Callable[[Block], bool]) -> None:

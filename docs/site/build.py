@@ -31,10 +31,11 @@ HERE = Path(__file__).resolve().parent
 GROUPS = {
     "Start": ["README.md", "docs/first_hour.md", "steps/README.md", "docs/puzzles.md", "docs/playground.md"],
     "Learn": [],
-    "Use": [f"docs/{name}.md" for name in ("grpo", "own_data", "own_loops", "reference/configuration", "reference/machines")],
+    "Use": [f"docs/{name}.md" for name in (
+        "own_data", "own_loops", "float8", "optimizer_states", "generation", "grpo", "sweeps", "reference/data_files", "reference/own_loops_in_depth", "reference/configuration", "reference/machines")],
     "Check": [f"docs/reference/{name}.md" for name in (
         "conformance", "course", "trainers", "peers", "reports", "promises", "parity", "gpu", "benchmarks", "forecasts",
-        "published_schedules", "axis_derivations",
+        "published_schedules", "schedules_in_depth", "axis_derivations",
     )],
     "Look up": ["docs/terms.md", "docs/papers.md", "docs/code.md", "docs/solutions/answers.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip
@@ -48,8 +49,8 @@ def reading_order() -> dict[str, list[str]]:
     Raises:
         UserError: a page is in no group.
     """
-    table = (ROOT / "README.md").read_text().partition("\n## Learn\n")[2].partition("\n- ")[0]
-    learn = re.findall(r"\]\((docs/\w+\.md)\)", table.partition("\n|")[2])
+    table = (ROOT / "README.md").read_text().partition("\n## Learn\n")[2].partition("\n|")[2].partition("\n\n")[0]
+    learn = re.findall(r"\]\((docs/\w+\.md)\)", table)
     groups = {group: [page for page in pages if page not in learn] or learn for group, pages in GROUPS.items()}
     placed = [page for pages in groups.values() for page in pages]
     if missing := {page.relative_to(ROOT).as_posix() for page in pages_of_repository()} - set(placed):

@@ -7,7 +7,8 @@ if (document.body.className === "landing" && location.hash.includes("=")) locati
 
 const menu = document.querySelector("#menu");
 menu.addEventListener("click", () => menu.setAttribute("aria-expanded", document.body.classList.toggle("menu")));
-document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "center" });
+const pages = document.querySelector("nav"), current = pages?.querySelector("[aria-current]");
+if (current) pages.scrollTop = current.offsetTop - pages.clientHeight / 2; // `scrollIntoView` moves the page, too
 
 for (const block of document.querySelectorAll(".block:not(.text)")) {
   const button = Object.assign(document.createElement("button"), { className: "copy", textContent: "Copy" });

@@ -229,7 +229,7 @@ def train_step_pipeline_afab(
 def train_step_pipeline_1f1b(
     model: Model, data_loader: Loader, tensor_shapes: Shapes, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
+    """Alternate forward and backward: PipeDream-Flush (Narayanan et al. 2020, arXiv:2006.09503).
 
     Arguments and result are those of `train_step_pipeline_afab`.
     """

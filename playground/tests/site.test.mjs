@@ -36,12 +36,22 @@ test("no page is wider than a phone, and its menu leads to the pages", async () 
   const addresses = await page.$$eval("nav a", (all) => all.map((each) => each.href));
   for (const address of addresses) {
     await page.goto(address);
-    assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), 390, address);
+    const found = await page.evaluate(() => {
+      const scrolls = (each) => each && (each.scrollWidth > each.clientWidth && getComputedStyle(each).overflowX === "auto" || scrolls(each.parentElement));
+      const wide = [...document.querySelectorAll("img, table, pre")].filter((each) => each.getBoundingClientRect().right > innerWidth);
+      return [document.documentElement.scrollWidth, wide.filter((each) => !scrolls(each)).length];
+    });
+    assert.deepEqual(found, [390, 0], address); // as wide as the screen, and nothing beyond the edge that cannot be reached
   }
   page.errors = page.errors.filter((each) => !each.endsWith(".svg failed")); // pictures that were still loading
   await page.click("#menu");
   await page.click("nav a:has-text('Collectives')");
   assert.equal(await text("h1"), "Collectives");
+});
+
+test("a page opens at its top, and the list of pages at its place", async () => {
+  await visit("docs/code.html", { width: 1440 });
+  assert.deepEqual(await page.evaluate(() => [scrollY, document.querySelector("nav").scrollTop > 0]), [0, true]);
 });
 
 test("after the first visit, all pages work without a network", async () => {

@@ -4,31 +4,21 @@ from typing import Any
 
 import pytest
 
-from conformance.fuzz.cases import CASES, SEED, Case, draw_case
+from conformance.fuzz import programs
+from conformance.fuzz.cases import CASES, SEED, SIMPLE, Case, draw_case
 from conformance.fuzz.check import check
 from conformance.worker_pool import WorkerPool
 
-MODEL = {
+MODEL = SIMPLE["model"] | {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "pad_token_id": None, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "num_key_value_heads": 2, "head_dim": 6,
 }  # fmt: skip
-OWN = {
-    "kind": "own",
-    "seed": 0,
-    "loss": "cross_entropy",
-    "documents": False,
-    "weights": False,
-    "ignored": 0.0,
-    "scope": "global",
-}
+OWN = SIMPLE["data"] | {"kind": "own", "seed": 0}
 
 
 def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
     """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
-    case: Case = {"resume": None, "frozen": [], "between": False, "given_up": None}
-    case["looks"] = False
-    case |= {key: changes.pop(key) for key in list(changes) if key in case}
+    case: Case = SIMPLE | {key: changes.pop(key) for key in list(changes) if key in SIMPLE}
     config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
     config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
     config |= {"training.adam_eps": 1e-4}
@@ -41,8 +31,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
 
 def program_of(*operations: list[Any], **changes: Any) -> Case:
     """Return a program on one rank, see `draw_program`."""
-    program = {"ranks": 1, "engine": "bucket", "net": "inside", "optimizer": "wrapper", "states": None, "frozen": []}
-    return {"program": {"rule": None} | program | changes | {"operations": list(operations)}}
+    return {"program": programs.SIMPLE | changes | {"operations": list(operations)}}
 
 
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
@@ -72,16 +61,7 @@ CORNERS: dict[str, Case] = {
         frozen=["q_proj"], pp=2, tp=2, pp_engine="zb_h1", sequence_parallel=True, gradient_accumulation_steps=3
     ),
     "one place of a tied matrix is frozen": {
-        "modules": {
-            "kind": "encoder-decoder",
-            "engine": "zbv",
-            "pp": 2,
-            "dp": 1,
-            "m": 3,
-            "dp_engine": "zero1",
-            "is_unequal": True,
-            "frozen": [2],
-        }
+        "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
     },
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),

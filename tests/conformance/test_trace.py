@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from conformance.check import Checker, Row
-from conformance.mistakes import DDP, MISTAKES, PLAIN_TP, Mistake
+from conformance.mistakes import MISTAKES
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 Check = Callable[..., Row]
-FSDP = "conformance/adapters/torch_fsdp.py"
+DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ FAST = (
 @pytest.mark.processes
 @pytest.mark.parametrize("name", FAST)
 def test_a_mistake_is_placed(name: str, check: Check) -> None:
-    mistake: Mistake = MISTAKES[name]
-    _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake)
+    mistake = MISTAKES[name]
+    _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake.file)
     row = check(adapter, chapter, layout, mistake.old, mistake.new)
     assert row.verdict == "differs"
     assert re.search(mistake.place, row.trace), row.trace
@@ -66,8 +66,8 @@ RECOMPUTED = (
 @pytest.mark.parametrize(
     ("adapter", "chapter", "layout", "old", "new"),
     [
-        (PLAIN_TP, "masks", "tp2", "", ""),  # (T, B, D), joined matrices and other names
-        (DDP, "packed", "dp2", "", ""),  # each document is a padded row
+        (PLAIN_TP, "run", "tp2", "", ""),  # (T, B, D), joined matrices and other names
+        (DDP, "run", "dp2", "", ""),  # each document is a padded row
         (DDP, "step", "dp2", "logits_of(model, piece)", RECOMPUTED.format(False)),
     ],
 )
@@ -85,23 +85,6 @@ def test_what_is_not_compared_is_not_called_equal(check: Check) -> None:
     row = check(DDP, "step", "dp2", "    optimizer = adamw", compiled)
     assert row.verdict == "equal"
     assert row.trace.startswith("not traced: torch.compile"), row.trace
-
-
-NORM = """
-def forward(norm, x):  # statistics in bfloat16 where x is
-    return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
-__import__("conformance.models").models.ExactNorm.forward = forward
-
-
-def run("""
-
-
-@pytest.mark.processes
-def test_a_tensor_that_is_less_accurate_than_bfloat16_is_named(check: Check) -> None:
-    assert re.match(r"traced: [1-9]\d+ tensors are as accurate", check(FSDP, "mixed", "dp2", last_step=1).trace)
-    row = check(FSDP, "mixed", "dp2", "\n\ndef run(", NORM, last_step=1)
-    assert row.verdict == "differs"
-    assert "step 1: model.layers.0.input_layernorm output on ranks 0, 1 is less accurate than it must be" in row.trace
 
 
 def test_tokens_with_the_same_numbers_are_told_apart_by_their_neighbours() -> None:

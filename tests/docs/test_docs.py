@@ -88,16 +88,3 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for block in blocks(page):
         for file in re.findall(r"(?<![\w/.])(?:template|tests|docs|steps)/[\w./-]+(?![\w*/.-])", block.command):
             assert (ROOT / file).exists(), f"there is no {file}"
-
-
-def test_page_of_papers_has_every_citation_of_the_code() -> None:
-    """Each row of docs/papers.md links to the paper and to all files that cite it."""
-    listed: dict[str, list[str]] = {}
-    for row in re.findall(r"^\| .*$", Path("docs/papers.md").read_text(), re.MULTILINE):
-        for paper in re.findall(r"arxiv\.org/abs/(\d+\.\d+)", row):
-            listed.setdefault(paper, []).extend(re.findall(r"\]\(\.\./((?:picotron|workbench)/[^)]*\.py)\)", row))
-    cited: dict[str, list[str]] = {}
-    for path in sorted([*Path("picotron").rglob("*.py"), *Path("workbench").rglob("*.py")]):
-        for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
-            cited.setdefault(paper, []).append(str(path))
-    assert {paper: sorted(files) for paper, files in listed.items()} == cited

@@ -49,7 +49,9 @@ def test_learning_rates_equal_torch_schedulers(shape: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
-    """Updates too small for bfloat16 accumulate in the master weight, as they do in a float32 model."""
+    """Updates too small for bfloat16 accumulate in the master weight, as they do in a float32 model: also if a new
+    optimizer loads the state of the first one, and if one number of a weight is changed by hand.
+    """
     config = training(learning_rate=1e-4, weight_decay=0.0)
     start, gradients = torch.full((4, 4), 1.0), torch.linspace(0.5, 1.5, 16).view(4, 4)
     models = [nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
@@ -57,7 +59,13 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
         model.weight.data.copy_(start)
         optimizer = AdamW(DataParallelNaive(model), config, fused)
         main_grad(model.weight).copy_(gradients)
-        for _ in range(50):
+        for step in range(50):
+            if step == 20:
+                state, optimizer = optimizer.state_dict(), AdamW(optimizer.model, config, fused)
+                optimizer.load_state_dict(state)
+            if step == 30:
+                with torch.no_grad():
+                    model.weight[3, 3] = 2.0
             optimizer.step()
         assert torch.equal(main_grad(model.weight), gradients)
         assert model.weight.grad is None

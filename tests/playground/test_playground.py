@@ -66,7 +66,7 @@ def test_csv_and_python_of_a_schedule_give_its_timeline() -> None:
 
 
 def test_links_of_the_page_open_the_solution_of_a_puzzle() -> None:
-    page = Path("docs/pipeline_schedules.md").read_text()
+    page = Path("docs/reference/schedules_in_depth.md").read_text()
     assert link("ragged") in page
     (state,) = re.findall(r"playground\.md#(a=csv[^)]*)", page)
     drawn, _ = (each["result"] for each in results(state))

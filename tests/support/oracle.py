@@ -30,8 +30,8 @@ CPU = torch.device("cpu")
 
 
 def make_config(**changes: Any) -> Config:
-    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length, and
-    `tp_size=2` distributed.tp_size.
+    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length, and keys
+    without a section are those of `distributed`.
     """
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},

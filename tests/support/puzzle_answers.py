@@ -52,5 +52,6 @@ FAILURES = [
     ("", "return group.all_gather(x[: 1 + group.rank])\n", "ERROR", "line 2, .*shape .1,., but rank 1 calls all_gather of shape .2,."),
     ("import os; os._exit(0)\n", "return x\n", "ERROR", "has ended its process"),
     ("all_reduce = None\n", "return group.all_reduce(x)\n", "ERROR", "solve this puzzle without group.all_reduce"),
+    ("", "return group.all_gather(x.grad)\n", "ERROR", "all_gather takes .* got None; x.grad is None unless x.requires_grad_"),
     ("", "return x.tolist()\n", "WRONG", "should be a tensor of shape .6,., float64, but is list"),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import tokenize
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,19 +83,21 @@ class Tracer:
         self.start_step(metrics)
 
 
-def main() -> None:
-    out, tracer = Path(sys.argv[1]).absolute(), Tracer()
-    sys.argv = ["train.py", "--config", "template/base_config.json", *LAYOUT, *SHORT, *sys.argv[2:]]
-    step_of_a_run, ranks = train.train, out.with_suffix(".ranks")
-    ranks.mkdir(exist_ok=True)
-
-    def traced(*arguments: Any) -> None:
-        step_of_a_run(*arguments)
-        found = {"lines": sorted(tracer.lines), "functions": sorted(tracer.functions)}
-        (ranks / os.environ.get("RANK", "0")).write_text(json.dumps(found))
-
+def traced(ranks: Path, *arguments: Any) -> None:
+    """Train on this rank, and write what its second step ran to a file of the folder `ranks`."""
+    tracer = Tracer()
     Metrics.start_step = lambda metrics: tracer.starts_step(metrics)  # type: ignore[method-assign]
-    train.train = traced
+    train.train(*arguments)
+    found = {"lines": sorted(tracer.lines), "functions": sorted(tracer.functions)}
+    (ranks / os.environ.get("RANK", "0")).write_text(json.dumps(found))
+
+
+def main() -> None:
+    out = Path(sys.argv[1]).absolute()
+    sys.argv = ["train.py", "--config", "template/base_config.json", *LAYOUT, *SHORT, *sys.argv[2:]]
+    ranks = out.with_suffix(".ranks")
+    ranks.mkdir(exist_ok=True)
+    train.train = partial(traced, ranks)  # the ranks are new processes, in which train.train is the original
     try:
         train.main()
     finally:

@@ -44,9 +44,9 @@ def layout_name(value: Any) -> str | None:
 
 
 def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
-    """Return a config with the schedule `engine` on `pp` ranks, see `make_config`."""
-    keys = {"pp_engine": engine, "pp_size": pp, "training__gradient_accumulation_steps": micro_batches}
-    return make_config(dataset__shuffle=False, **keys, **changes)
+    """Return a config with the schedule `engine` on `pp` ranks."""
+    keys = {"training__gradient_accumulation_steps": micro_batches, "dataset__shuffle": False, **changes}
+    return make_config(pp_engine=engine, pp_size=pp, **keys)
 
 
 # --------------------------------------------------------------------------------------------------- a rank's shard

@@ -1,7 +1,6 @@
 """Checks of a run before it starts: that the machine, the model and the layout fit together."""
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from picotron.optimizer import learning_rate_factor
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 from workbench.run.launch import check_world_size
-from workbench.run.metrics import check_wandb
+from workbench.run.metrics import Progress, check_wandb
 from workbench.run.model_config import check_window, load_model_config
 
 logger = logging.getLogger("picotron")
@@ -114,7 +113,7 @@ def warn_of_early_end(config: Config) -> None:
     training, rate = config.training, config.training.learning_rate
     if training.max_tokens is None or training.lr_scheduler == "constant":
         return
-    steps = math.ceil(training.max_tokens / (config.global_batch_size * training.seq_length))
+    steps = Progress().remaining(config)
     if steps < training.total_train_steps:
         logger.warning(
             "training.max_tokens=%d ends the run after step %d of %d, where the learning rate is %.3g, and not yet the %.3g of "

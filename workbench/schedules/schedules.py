@@ -34,7 +34,7 @@ def afab(rank: int, pp: int, micro_batches: int) -> Program:
 
 
 def one_f_one_b(rank: int, pp: int, micro_batches: int) -> Program:
-    """1F1B, one forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473).
+    """1F1B, one forward, one backward: PipeDream-Flush (Narayanan et al. 2020, arXiv:2006.09503).
 
     Idle: that of AFAB. Activations: p - rank, at most m.
     """

@@ -1,8 +1,5 @@
 """Buckets: parameters that some ranks do not use, sums in float32, and their order and sizes."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -12,9 +9,9 @@ from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.model.llama import Llama
-from picotron.model.placement import main_grad
+from picotron.model.placement import main_grad, place
 from picotron.optimizer import AdamW, clip_grad_norm
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.process_group_manager import new_groups, setup_process_group_manager
 from tests.support.oracle import (
     assert_close,
     make_config,
@@ -182,22 +179,6 @@ def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_copies_of_a_wrapped_module_are_plain_modules() -> None:
-    """As those of torch.save, AveragedModel and others that copy a module: they have gradients of their own."""
-    module = nn.Linear(5, 2)
-    wrapped = DataParallelBucket(module)
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(wrapped.module)):
-        copied(torch.ones(1, 5)).sum().backward()
-        assert copied.weight.grad is not None
-        copied.zero_grad()
-        assert copied.weight.grad is None
-    wrapped(torch.ones(1, 5)).sum().backward()
-    assert main_grad(module.weight).any()
-    module.zero_grad()
-    assert not main_grad(module.weight).any()
-
-
-@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "zero3"])
 def test_hooks_of_the_optimizer_run_once_per_step(wrapper: str) -> None:
     """Also if torch has patched its AdamW, which it does when the first one is made."""
@@ -237,3 +218,36 @@ def test_gradients_that_only_an_optimizer_of_torch_has_cleared_are_refused() -> 
     optimizer.zero_grad()
     with pytest.raises(UserError, match="call zero_grad of the wrapper"):
         model(torch.ones(1, 5)).sum().backward()
+
+
+def summed_before_a_backward() -> None:
+    grid = setup_process_group_manager(2, 1, 1, 1)
+    torch.manual_seed(0)  # of equal weights
+    layer = nn.Linear(5, 5, bias=False)
+    place(layer.weight, sum_over=grid.tp_group)
+    model = DataParallelBucket(layer)
+    for _ in range(2):  # nothing has been summed yet
+        model(torch.ones(1, 5)).sum().backward()
+    model.finish_grad_sync()
+    with pytest.raises(UserError, match="after the gradients of this step were averaged"):
+        model(torch.ones(1, 5)).sum().backward()
+
+
+def test_a_backward_after_partial_gradients_were_summed_is_refused(pool: WorkerPool) -> None:
+    """Without replicas, too: the sum has other ranks' terms, and would be summed again."""
+    pool.run(summed_before_a_backward, 2)
+
+
+def pending_after_backward() -> int:
+    """Return the number of buckets that wait for the end of the step. Each of two ranks holds the last layer alone."""
+    setup_process_group_manager(1, 1, 1, 2)
+    layers, alone = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), new_groups([[0], [1]])
+    for parameter in layers[1].parameters():
+        place(parameter, average_over=alone)
+    model = DataParallelBucket(layers, bucket_mb=0.0)
+    model(torch.ones(1, 5)).sum().backward()
+    return len(model.pending_buckets)
+
+
+def test_a_layer_on_one_rank_holds_back_no_reduction(pool: WorkerPool) -> None:
+    assert pool.run(pending_after_backward, 2) == [0, 0]

@@ -28,8 +28,7 @@ LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
 
 def config_of(micro_batches: int = 4, **layout: Any) -> Config:
-    keys = {key if "__" in key else f"distributed__{key}": value for key, value in layout.items()}
-    return make_config(training__gradient_accumulation_steps=micro_batches, **keys)
+    return make_config(training__gradient_accumulation_steps=micro_batches, **layout)
 
 
 def explained(config: Config, model_config: LlamaConfig) -> list[Step]:

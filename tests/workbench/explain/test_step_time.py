@@ -48,7 +48,7 @@ def test_bytes_that_nothing_hides_are_those_of_the_played_step(layout: dict[str,
     """The played step also sends three numbers per token for the loss, norms of gradients and the like: here, they are
     left out.
     """
-    keys = {f"distributed__{key}": value for key, value in layout.items() if key != "checkpointing"}
+    keys = {key: value for key, value in layout.items() if key != "checkpointing"}
     keys |= {"training__activation_checkpointing": layout.get("checkpointing", "none")}
     keys |= {"training__gradient_accumulation_steps": 2}
     config, model_config = make_config(model__dtype="bfloat16", **keys), tiny_llama(**MODEL)

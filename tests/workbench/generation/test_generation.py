@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
     stage = stage_of(make_config(**layout), MODEL)
-    return [generate(stage, prompts, sampling) for prompts, sampling in cases]
+    return [generate(stage, prompts, sampling, len(PROMPTS) - len(prompts)) for prompts, sampling in cases]
 
 
 def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
@@ -100,6 +100,8 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
     for ours, sampling in zip(found[:5], samplings, strict=False):
         assert_same(ours, greedy(sampling))
     (alone,) = pool.run(run, 1, {}, cases[5:])
+    ((tail,),) = pool.run(run, 1, {}, [(PROMPTS[2:], samplings[-1])])
+    assert_same(tail, alone[-1][2:])
     for ours, theirs in zip(found[5:], alone, strict=True):
         assert_same(ours, theirs)
     assert len({len(each.tokens) for each in found[-1]}) > 4  # sequences end at different times

@@ -148,7 +148,8 @@ def test_each_mistake_is_an_error_on_every_rank(pool: WorkerPool, layout: dict[s
 
 def different_batches(layout: dict[str, Any], what: str) -> str:
     """Return the error if rank 1 has other micro-batches than rank 0, or another loss."""
-    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=8) if what == "long" else MODEL
+    has_window = what in ("long", "long enough")
+    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=8) if has_window else MODEL
     model, step = wrapped(config, model_config), step_of(config, model_config)
     rank = pgm.process_group_manager.global_rank
     parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
@@ -161,6 +162,8 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         parts = [part | {"cu_seqlens": torch.tensor([0, 8, 16, 32])} if here else part for part in parts]
     elif what == "other documents":
         parts = [part | {"cu_seqlens": torch.tensor([0, 8 - 4 * rank, 16, 32])} for part in parts]
+    elif what == "long enough":
+        parts = [part | {"cu_seqlens": torch.tensor([0, 8, 16, 24, 32])} for part in parts]
     elif what == "odd":
         parts = split_batch({name: global_batch()[name][:, :15] for name in ("input_ids", "target_ids")}, 4)
     elif rank == 1 and what in ("input_ids", "target_ids"):
@@ -187,6 +190,7 @@ def different_batches(layout: dict[str, Any], what: str) -> str:
         ({"dp_size": 2}, "count", "have [2, 1] micro-batches"),
         ({"dp_size": 2}, "zeros", "a data-parallel rank sum to 0"),
         ({"dp_size": 2}, "names", "'n0' on some ranks only"),
+        ({"dp_size": 2}, "long enough", "no error"),
         ({"dp_size": 2}, "long", "16 tokens is longer than the model's sliding_window=8"),
         ({"cp_size": 2, "cp_sharding": "contiguous"}, "", "cp_sharding='zigzag', but the config has 'contiguous'"),
     ],

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.fuzz.toy_pipelines import (
-    D,
-    data_of,
-    modules_of,
-    pipeline_of,
-    received_by_half,
-    schedule_of,
-)
+from conformance.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
@@ -34,19 +27,19 @@ from workbench.schedules.schedules import build
 
 def mistake(kind: str) -> str:
     grid = setup_process_group_manager(1, 1, 2, 1)
-    schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of("encoder-decoder", 2)))
+    schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of(2)))
     if kind == "missing":
         del modules[1]
-    receives: Any = received_by_half(2)
+    receives: Any = received(2)
     if kind == "shape":
 
         def receives(stage: int, batch: dict[str, Any]) -> Message:
-            return received_by_half(2)(stage, batch | {"source": batch["source"][:, 1:]})
+            return received(2)(stage, batch | {"source": batch["source"][:, 1:]})
 
     try:
         pipeline = Pipeline(modules, receives, schedule)
         if grid.pp_rank == 0 and kind != "missing":
-            batches = data_of("encoder-decoder", 2, False)
+            batches = data_of(2)
             StepState(schedule, DataParallelBucket(pipeline), batches, CPU).forward(Action("F", 0, 0))
     except (UserError, ValueError) as error:
         return str(error)
@@ -55,7 +48,7 @@ def mistake(kind: str) -> str:
 
 def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
     assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
-    assert "the receiver expects torch.float64 [2, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
+    assert "the receiver expects torch.float64 [1, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
 
 
 @pytest.mark.parametrize("engine", ["1f1b", "zbv"])
@@ -65,9 +58,9 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     m, programs = 6, []
     for rank in range(4):
         with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
-            pipeline = pipeline_of("encoder-decoder", schedule_of(engine, 2, m))
+            pipeline = pipeline_of(build(engine, 2, m), [])
             model: Any = DataParallelBucket(pipeline)
-            Executor(pipeline.schedule)(model, BatchList(data_of("encoder-decoder", m, True)), CPU)
+            Executor(pipeline.schedule)(model, BatchList(data_of(m)), CPU)
         programs.append(program)
     for one_at_a_time in (False, True):
         Play(programs, one_at_a_time=one_at_a_time).run()

@@ -24,21 +24,23 @@ M, D = 3, 4
 
 
 class Stage(nn.Module):
-    """A stage with a mask (T, T) for all sequences of x (B, T, D), and one scale for each token, (T, B)."""
+    """A stage with a mask (T, T) for all sequences of x (B, T, D), a scale for each token, (T, B), and a gain for each
+    sequence, (B,).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(D, D, dtype=torch.float64)
 
-    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
-        return x + scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor, gain: Tensor) -> Tensor:
+        return x + gain[:, None, None] * scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
 
 
 class DictStage(Stage):
     """A last stage with outputs of several kinds, as models of Hugging Face have."""
 
-    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Any:
-        y = super().forward(x, mask, scale)
+    def forward(self, x: Tensor, **others: Tensor) -> Any:
+        y = super().forward(x, **others)
         return {"logits": y, "both": (y * 2, None), "sum": y.sum()}
 
 
@@ -47,7 +49,8 @@ def stages_and_batch() -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
     stages = [Stage(), Stage()]
     T, B = 5, 2 * M
     x, target = torch.randn(2, B, T, D, dtype=torch.float64)
-    return stages, x, target, {"mask": torch.rand(T, T).double().tril(), "scale": torch.rand(T, B).double()}
+    batch = {"mask": torch.rand(T, T).tril(), "scale": torch.rand(T, B), "gain": torch.rand(B)}
+    return stages, x, target, {name: each.double() for name, each in batch.items()}
 
 
 def steps(name: str) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def steps(name: str) -> dict[str, Any]:
     found["joined along T"] = along(x, target=target, **batch)
 
     stage = stages_and_batch()[0][rank]
-    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1)}
+    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1), "gain": TensorChunkSpec(0)}
     gpipe = ScheduleGPipe(PipelineStage(stage, rank, 2, CPU), M, F.mse_loss, kwargs_chunk_spec=specs)
     theirs: list[Tensor] = []
     output = gpipe.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)

@@ -170,6 +170,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"chat": [USER, ANSWER]}, COUNTING, CHAT, "changes the text before message 2"),
         (
             {"chat": [USER, ANSWER]},
+            CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ 'Assistant: ' }}"),  # no answer begins so
+            CHAT,
+            "turn cannot be told apart",
+        ),
+        (
+            {"chat": [USER, ANSWER]},
             "{%- set form = '%d' -%}{{ strftime_now(form) }}" + CHATML,
             CHAT,
             "a format that it computes",
@@ -184,7 +190,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"chat": [{"from": "human"}]}, CHATML, CHAT, "should have a list of messages there"),
         ({"chat": [USER | {"content": [IMAGE]}, ANSWER]}, CHATML, CHAT, "such as an image"),
         ({"chat": [USER, ANSWER | {"weight": 0.5}]}, CHATML, CHAT, "weight=0.5 should be 0 or 1"),
-        (GOOD | {"weight": 2.5}, CHATML, CHAT, "weight=2.5 should be 0 or 1"),
+        (GOOD | {"weight": 2}, CHATML, CHAT, "weight=2 should be 0 or 1"),
         (GOOD | {"tools": [3]}, CHATML, CHAT, "column 'tools' should have a list"),
         (
             GOOD | {"chat": [USER | {"role": "system"}, USER, ANSWER], "system": "s"},

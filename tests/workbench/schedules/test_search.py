@@ -103,7 +103,7 @@ def auto_config(tmp_path: Path, **changes: Any) -> Any:
     if "pp_recording" in keys:
         keys["pp_recording"] = str(tmp_path)
         record(tmp_path)
-    return make_config(**{key if "__" in key else f"distributed__{key}": value for key, value in keys.items()})
+    return make_config(**keys)
 
 
 def record(folder: Path) -> None:

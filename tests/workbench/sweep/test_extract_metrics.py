@@ -59,7 +59,8 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Pat
     rates = [10.0, 90.0, 50.0, 101.0, 103.0, 99.0, 1000.0]
     records = [record(i + 1, rate, 9 - i, mfu=0.1 + i / 100) for i, rate in enumerate(rates)]
     records[3] |= {"eval_loss": 6.5, "bits_per_byte": 2.5, "memory_gb": 2.5}
-    job(tmp_path / "dp2_tp2", records, "completed")
+    evaluated = {"step": 0, "tokens": 0, "eval_loss": 9.0}  # before the first step
+    job(tmp_path / "dp2_tp2", [evaluated, *records], "completed")
     assert extract(tmp_path)["dp2_tp2"] == {
         "name": "dp2_tp2", "status": "completed", "dp": "2", "pp": "1", "cp": "1", "tp": "2", "pp_engine": "1f1b",
         "micro_batch_size": "3", "gradient_accumulation_steps": "4", "global_batch_size": "24", "seq_length": "16",
