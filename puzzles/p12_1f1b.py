@@ -1,6 +1,6 @@
 """Puzzle 12, pipeline: one forward, one backward.
 
-To read: docs/pipeline_parallel.md, "The algorithm of 1F1B". Check your answer with `python -m puzzles 12`.
+To read: docs/pipeline_parallel.md, "1F1B: one forward, one backward". Check your answer with `python -m puzzles 12`.
 """
 
 

@@ -1,6 +1,6 @@
 """Puzzle 17, pipeline: a step of 1F1B, with its messages.
 
-To read: docs/pipeline_parallel.md, "The algorithm of 1F1B". Check your answer with `python -m puzzles 17`.
+To read: docs/pipeline_parallel.md, "1F1B: one forward, one backward". Check your answer with `python -m puzzles 17`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def step(stage: nn.Module, inputs: list[Tensor], loss: Callable[[Tensor, int], T
     the gradient of the mean of the m losses; it is None at first.
 
     `group.send(x, to)` sends a tensor to a rank and returns immediately. `group.recv(source)` waits for the next one
-    from a rank. Autograd sees neither, so what returns from the next rank is a gradient that you give to autograd.
+    from a rank. This rank is `group.rank` of `group.size`. Autograd sees neither, so what returns from the next rank is a gradient that you give to autograd.
 
     Rank r may hold the activations of at most p - r micro-batches: call stage(x) for the next one only when the
     backward of an earlier one has ended. No rank calls stage twice for a micro-batch.
