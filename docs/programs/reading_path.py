@@ -37,8 +37,8 @@ The loss
 Gradients and data parallelism
     picotron/model/placement.py  main_grad sum_partial_gradients
     picotron/data_parallel/data_parallel.py  Bucket DataParallelBucket._reduce DataParallel._accumulate
-    picotron/data_parallel/data_parallel.py  DataParallel._on_gradient DataParallel._end_reductions
-    picotron/data_parallel/data_parallel.py  DataParallel.finish_grad_sync
+    picotron/data_parallel/data_parallel.py  DataParallel._on_gradient DataParallel._take_gradients_of
+    picotron/data_parallel/data_parallel.py  DataParallel._end_reductions DataParallel.finish_grad_sync
 Pipeline parallelism
     picotron/pipeline_parallel/pp_communications.py  _exchange pipeline_communicate
     picotron/pipeline_parallel/pp_communications.py  bidirectional_pipeline_communicate
@@ -61,6 +61,7 @@ LEFT_OUT = {
     "passes its arguments on": "DataParallel.forward DataParallel.backward DataParallel.parts wrapper_of unwrap shapes_of",
     "sets gradients to zero": "AdamW.zero_grad DataParallel.zero_grad DataParallel.gradient_buffers",
     "a number": "SEQUENCE IGNORE_INDEX chunk_tokens Config.global_batch_size learning_rate_factor.factor",
+    "types": "Finish Group Start BlocksOf AttentionFn ChunkLoss LossFn Loader Model Shapes OwnedSlice Placement",
     "checks": "UserError checked version_of picotron/data_parallel/guards.py",
     "the kernel of a GPU, and torch's kernels": "prefers_cudnn aten",
     "reads the rows of a dp rank, and keeps the positions of a cp rank": "picotron/data/loader.py",
@@ -144,7 +145,8 @@ def code() -> Iterator[str]:
             elif owner != around or (not owner and isinstance(piece.node, ast.FunctionDef | ast.ClassDef)):
                 yield ""
             if owner and (owner, piece.file) != (around, file):
-                yield f"class {owner}:"
+                bases = ", ".join(ast.unparse(each) for each in getattr(Piece(piece.file, owner).node, "bases", []))
+                yield f"class {owner}({bases}):" if bases else f"class {owner}:"
             file, around = piece.file, owner
             yield piece.text()
 
