@@ -20,7 +20,8 @@ def step(stage: nn.Module, inputs: list[Tensor], loss: Callable[[Tensor, int], T
     the gradient of the mean of the m losses; it is None at first.
 
     `group.send(x, to)` sends a tensor to a rank and returns immediately. `group.recv(source)` waits for the next one
-    from a rank. This rank is `group.rank` of `group.size`. Autograd sees neither, so what returns from the next rank is a gradient that you give to autograd.
+    from a rank. This rank is `group.rank` of `group.size`. Autograd sees neither, so what returns from the next rank is
+    a gradient that you give to autograd.
 
     Rank r may hold the activations of at most p - r micro-batches: call stage(x) for the next one only when the
     backward of an earlier one has ended. No rank calls stage twice for a micro-batch.
