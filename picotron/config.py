@@ -186,8 +186,8 @@ class Training(Section):
     """full: keep only the input of each layer, and recompute its other activations in backward; selective: recompute
     only the results of its norms and of its gated activation; none: keep all"""
     router_bias_rate: float = Field(0.0, ge=0)
-    """by how much the bias of an expert rises after a step in which fewer tokens than the mean chose it, or falls, in
-    models that have one (dots1); 0: biases stay; 0.001: as for DeepSeek-V3"""
+    """for models whose experts have a bias (dots1): how far it moves after a step, up if fewer tokens than the mean
+    chose the expert, else down; 0: it stays; DeepSeek-V3 was trained with 0.001"""
     compile: bool | None = None
     """apply torch.compile to each decoder layer and to the loss's softmax; null applies it on GPUs"""
     eval_frequency: NonNegative = 0
