@@ -45,8 +45,16 @@ def rows_alike(x: Tensor, right: Tensor) -> Tensor:
 
 
 def first_alike(x: Tensor, right: Tensor) -> Tensor:
-    """Say in which rows of right (G, C) the first number of each row of x (n, c) is: (n, G)."""
-    return ((x[:, :1, None] - right).abs() <= LIMIT * right.abs().max()).any(-1)
+    """Say in which rows of right (G, C) the first number of each row of x (n, c) is: (n, G), by a search in the sorted
+    numbers, because a comparison of all n G C pairs would take most of the time of a trace.
+    """
+    numbers, order = right.flatten().sort()
+    bound, alike = LIMIT * right.abs().max(), torch.zeros(len(x), len(right), dtype=torch.bool)
+    starts = torch.searchsorted(numbers, x[:, 0] - bound)
+    ends = torch.searchsorted(numbers, x[:, 0] + bound, right=True)
+    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        alike[i, order[start:end] // right.size(1)] = True
+    return alike
 
 
 def find(x: Tensor, right: Tensor) -> Tensor | None:
