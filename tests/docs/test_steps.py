@@ -41,7 +41,7 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
         for sizes in ((1, 1, 1, 1), (4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1))
     ),
 ]
-STEPS = 4  # of training
+STEPS = 2  # of training: the second one has moments, and gradients that were set to zero
 MORE_THAN_LLAMA = {"s10_ep", "s11_muon"}  # with experts, and the second one with Muon
 Result = tuple[list[float], dict[str, Tensor]]
 
