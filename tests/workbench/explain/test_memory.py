@@ -3,13 +3,10 @@
 from collections import Counter
 from typing import Any
 from unittest import mock
-from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from conformance.models import small_config
@@ -20,6 +17,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from picotron.model.weights import initial_weights
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.memory import LiveBytes
 from tests.support.oracle import make_config, random_rows, tiny_llama
 from workbench.explain.explain import bytes_held, route_evenly
 from workbench.explain.memory import rank_memory
@@ -170,28 +168,6 @@ def test_estimated_memory_matches_measured_bytes(
         for field in ("parameters", "weights", "gradients", "optimizer"):
             assert getattr(estimate, field) == pytest.approx(measured[field], rel=padding, abs=0), field
         assert estimate.activations == pytest.approx(measured["activations"], rel=0.02)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the peak of all tensors that operations create.
-
-    Args:
-        held: tensors that do not count, even if operations return views of them.
-    """
-
-    def __init__(self, held: list[Tensor]) -> None:
-        super().__init__()
-        self.held = {tensor.untyped_storage()._cdata for tensor in held}
-        self.storages = WeakValueDictionary[int, torch.UntypedStorage]()
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.held:
-                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages.values()))
-        return results
 
 
 def peak_of_step(config: Config, model_config: LlamaConfig) -> int:

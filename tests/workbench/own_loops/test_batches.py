@@ -3,19 +3,17 @@ that are packed from sequences.
 """
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.worker_pool import WorkerPool
-from picotron import process_group_manager as pgm
-from picotron.model.placement import main_grad
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.console import UserError
 from tests.support.messages import error_of
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
 from tests.support.training import layout_name, step_of, wrapped
@@ -24,7 +22,7 @@ from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import make_evaluation, plan_pipeline
 
-MODEL = tiny_llama(num_hidden_layers=6)
+MODEL, TOKENS = tiny_llama(num_hidden_layers=6), ("input_ids", "target_ids", "position_ids")
 
 
 def global_batch() -> dict[str, Any]:
@@ -38,22 +36,26 @@ def config_of(layout: dict[str, Any]) -> Any:
 
 def run_batch(config: Any) -> dict[str, Any]:
     """Run both kinds of forward pass, then a step, on the same micro-batches."""
-    model, grid = wrapped(config, MODEL), pgm.process_group_manager
-    micro_batches = config.training.gradient_accumulation_steps
+    model, losses = wrapped(config, MODEL), [torch.zeros(1)]
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
-    batches, losses = split_batch(global_batch(), micro_batches), [torch.zeros(1)]
+    batches = split_batch(global_batch(), config.training.gradient_accumulation_steps)
 
     def hook(head: Any, x: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"log_probs": log_probs(head, x, batch["target_ids"]), "number": batch["number"]}
+        return {"log_probs": log_probs_of(head, x, batch), "number": batch["number"]}
 
     def loss_fn(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
-        return batch["factor"] * log_probs(head, x, batch["target_ids"]).mean()
+        return batch["factor"] * log_probs_of(head, x, batch).mean()
 
-    logits = forward_batch(evaluate, model, batches)
-    outputs = forward_batch(evaluate, model, batches, hook)
-    assert not any(main_grad(parameter).any() for parameter in model.parameters())
+    found = {
+        "logits": forward_batch(evaluate, model, batches),
+        "outputs": forward_batch(evaluate, model, batches, hook),
+    }
     train_batch(step_of(config, MODEL), model, batches, loss_fn, losses)
-    return {"dp_rank": grid.dp_rank, "losses": losses, "logits": logits, "outputs": outputs}
+    return found | {"losses": losses}
+
+
+def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
+    return log_probs(head, x, batch["target_ids"])
 
 
 LAYOUTS: list[dict[str, Any]] = [  # the last stage is on the last ranks, and on the first ones
@@ -68,19 +70,16 @@ def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layo
     model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
     log_probs = logits.log_softmax(-1).gather(-1, batch["target_ids"][..., None])[..., 0]
-    size, holders = layout.get("dp_size", 1), 0
+    rows = []  # of each rank with the last stage
     for result in pool.run(run_batch, config.distributed.world_size, config):
         if result["logits"] is None:
-            assert result["losses"] == []
-            assert result["outputs"] is None
+            assert (result["losses"], result["outputs"]) == ([], None)
             continue
-        holders += 1
-        own = torch.arange(8).view(-1, size, 2)[:, result["dp_rank"]].flatten()  # the rows of this dp rank
+        rows.append(own := result["outputs"]["number"].tolist())
         assert_close(torch.stack(result["losses"]), log_probs[own].view(-1, 32).mean(1) / 2, what="losses")
         assert_close(result["logits"], logits[own], what="logits")
         assert_close(result["outputs"]["log_probs"], log_probs[own], what="log_probs")
-        assert result["outputs"]["number"].tolist() == own.tolist()
-    assert holders == layout.get("tp_size", 1) * size
+    assert sorted(itertools.chain(*rows)) == sorted(list(range(8)) * layout.get("tp_size", 1))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -146,60 +145,52 @@ def test_each_mistake_is_an_error_on_every_rank(pool: WorkerPool, layout: dict[s
         assert [pair for pair in found if pair[0] not in pair[1]] == []
 
 
-def different_batches(layout: dict[str, Any], what: str) -> str:
-    """Return the error if rank 1 has other micro-batches than rank 0, or another loss."""
-    has_window = what in ("long", "long enough")
-    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=8) if has_window else MODEL
+# Batches of two ranks that do not fit, or do: the layout, what a rank changes of a micro-batch (None: it is left out),
+# and the sentence. The model has a window of 16 tokens, as many as a sequence.
+Change = Callable[[int, dict[str, Any]], dict[str, Any] | None]
+DOCUMENTS = {"cu_seqlens": torch.tensor([0, 8, 16, 32])}
+DIFFERENT: list[tuple[dict[str, Any], Change, str]] = [
+    ({"pp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "input_ids of micro-batch 0 differ"),
+    ({"tp_size": 2}, lambda rank, part: {"target_ids": part["target_ids"].roll(rank)}, "target_ids of micro-batch 0 differ"),
+    ({"tp_size": 2}, lambda rank, part: {} if rank else DOCUMENTS, "with the same cu_seqlens"),
+    ({"pp_size": 2}, lambda rank, part: DOCUMENTS if rank else {}, "with the same cu_seqlens"),
+    ({"cp_size": 2}, lambda rank, part: DOCUMENTS if rank else {}, "with the same cu_seqlens"),
+    ({"cp_size": 2}, lambda rank, part: {"cu_seqlens": torch.tensor([0, 8 - 4 * rank, 16, 32])}, "the same cu_seqlens"),
+    ({"tp_size": 2, "sequence_parallel": True}, lambda rank, part: {name: part[name][:, :15] for name in TOKENS}, "15 tokens on this rank, which sequence_parallel divides"),
+    ({"dp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "no error"),
+    ({"dp_size": 2}, lambda rank, part: None if rank and part["number"][0] < 4 else {}, "have [2, 1] micro-batches"),
+    ({"dp_size": 2}, lambda rank, part: {"target_weights": torch.full((2, 16), rank)}, "a data-parallel rank sum to 0"),
+    ({"dp_size": 2}, lambda rank, part: {"name": f"n{rank}"}, "'n0' on some ranks only"),
+    ({"dp_size": 2}, lambda rank, part: twice(part) | {"cu_seqlens": torch.tensor([0, 16, 32, 48, 64])}, "no error"),
+    ({"dp_size": 2}, lambda rank, part: twice(part), "32 tokens is longer than the model's sliding_window=16"),
+    ({"cp_size": 2, "cp_sharding": "contiguous"}, lambda rank, part: {}, "cp_sharding='zigzag', but the config has 'contiguous'"),
+]  # fmt: skip
+
+
+def twice(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of a micro-batch whose sequences are repeated."""
+    return {name: torch.cat([part[name]] * 2, 1) for name in TOKENS}
+
+
+def different_batches(number: int) -> str:
+    """Return the error of a case of DIFFERENT."""
+    layout, change, _ = DIFFERENT[number]
+    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=16)
     model, step = wrapped(config, model_config), step_of(config, model_config)
-    rank = pgm.process_group_manager.global_rank
-    parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
-    if rank == 1 and what == "count":
-        parts = parts[1:]
-    elif what == "zeros":
-        parts = [part | {"target_weights": torch.full((2, 16), float(rank))} for part in parts]
-    elif what in ("documents on rank 0", "documents on rank 1"):
-        here = rank == int(what[-1])
-        parts = [part | {"cu_seqlens": torch.tensor([0, 8, 16, 32])} if here else part for part in parts]
-    elif what == "other documents":
-        parts = [part | {"cu_seqlens": torch.tensor([0, 8 - 4 * rank, 16, 32])} for part in parts]
-    elif what == "long enough":
-        parts = [part | {"cu_seqlens": torch.tensor([0, 8, 16, 24, 32])} for part in parts]
-    elif what == "odd":
-        parts = split_batch({name: global_batch()[name][:, :15] for name in ("input_ids", "target_ids")}, 4)
-    elif rank == 1 and what in ("input_ids", "target_ids"):
-        parts = [part | {what: parts[0][what].flip(0)} for part in parts]
+    parts, rank = split_batch(global_batch(), config.training.gradient_accumulation_steps), dist.get_rank()
+    changes = [(part, change(rank, part)) for part in parts]
+    parts = [part | changed for part, changed in changes if changed is not None]
 
     def named(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
-        return cross_entropy(head, x, batch), 1.0, {f"n{rank}": 1.0}
+        return cross_entropy(head, x, batch), 1.0, {batch.get("name", "n"): 1.0}
 
-    loss_fn, scope = named if what == "names" else cross_entropy, "dp_rank" if what == "zeros" else "global"
-    return error_of(lambda: train_batch(step, model, parts, loss_fn, scope=scope))
+    return error_of(lambda: train_batch(step, model, parts, named, scope="dp_rank"))
 
 
-@pytest.mark.parametrize(
-    ("layout", "what", "expected"),
-    [
-        ({"pp_size": 2}, "input_ids", "input_ids of micro-batch 0 differ between ranks 0 and 1"),
-        ({"tp_size": 2}, "target_ids", "target_ids of micro-batch 0 differ between ranks 0 and 1"),
-        ({"tp_size": 2}, "documents on rank 0", "with the same cu_seqlens"),
-        ({"pp_size": 2}, "documents on rank 1", "with the same cu_seqlens"),
-        ({"cp_size": 2}, "documents on rank 1", "with the same cu_seqlens"),
-        ({"cp_size": 2}, "other documents", "with the same cu_seqlens"),
-        ({"tp_size": 2, "sequence_parallel": True}, "odd", "15 tokens on this rank, which sequence_parallel divides"),
-        ({"dp_size": 2}, "input_ids", "no error"),
-        ({"dp_size": 2}, "count", "have [2, 1] micro-batches"),
-        ({"dp_size": 2}, "zeros", "a data-parallel rank sum to 0"),
-        ({"dp_size": 2}, "names", "'n0' on some ranks only"),
-        ({"dp_size": 2}, "long enough", "no error"),
-        ({"dp_size": 2}, "long", "16 tokens is longer than the model's sliding_window=8"),
-        ({"cp_size": 2, "cp_sharding": "contiguous"}, "", "cp_sharding='zigzag', but the config has 'contiguous'"),
-    ],
-)
-def test_batches_that_do_not_fit_are_an_error_on_both_ranks(
-    pool: WorkerPool, layout: dict[str, Any], what: str, expected: str
-) -> None:
-    for found in pool.run(different_batches, 2, layout, what):
-        assert expected in found
+@pytest.mark.parametrize("number", range(len(DIFFERENT)))
+def test_batches_that_do_not_fit_are_an_error_on_both_ranks(pool: WorkerPool, number: int) -> None:
+    for found in pool.run(different_batches, 2, number):
+        assert DIFFERENT[number][2] in found
 
 
 # ---------------------------------------------------------------------------------------------------- packed sequences
@@ -213,10 +204,6 @@ def sequences(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     return [{"input_ids": row[:-1], "target_ids": row[1:], "name": i} for i, row in enumerate(rows)]
 
 
-def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
-    return log_probs(head, x, batch["target_ids"])
-
-
 def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     config = make_config(**layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
@@ -225,9 +212,8 @@ def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequenc
     before = packed.unpack(forward_batch(evaluate, model, packed.batches, log_probs_of, merge=list))
     outputs: list[Any] = []
     loss = train_batch(step_of(config, MODEL), model, packed.batches, outputs=outputs, post_hook=log_probs_of).loss
-    numbers = [batch["name"] for batch in packed.batches]
-    place = pgm.process_group_manager.dp_rank
-    return {"loss": loss, "outputs": (before, packed.unpack(outputs or None)), "place": place, "numbers": numbers}
+    longest = max(sum(lengths[i] for i in batch["name"]) for batch in packed.batches)
+    return {"loss": loss, "outputs": (before, packed.unpack(outputs or None)), "longest": longest}
 
 
 @pytest.mark.parametrize(
@@ -247,34 +233,30 @@ def test_packed_sequences_equal_transformers(
     for each in sequences(lengths):
         logits = model(input_ids=each["input_ids"][None], use_cache=False).logits[0].detach()
         expected.append(-F.cross_entropy(logits, each["target_ids"], reduction="none"))
-    ranks = math.prod(value for key, value in layout.items() if key.endswith("_size"))
-    results = pool.run(run_packed, ranks, layout, options, lengths)
+    results = pool.run(run_packed, make_config(**layout).distributed.world_size, layout, options, lengths)
     for result in results:
         assert_close(result["loss"], -torch.cat(expected).mean().item(), what="loss")
         for outputs in result["outputs"]:
             for ours, theirs in zip(outputs or expected, expected, strict=True):
                 assert_close(ours, theirs, what="log-probabilities")
     assert any(result["outputs"][0] for result in results)
-    batches = list(itertools.chain(*{result["place"]: result["numbers"] for result in results}.values()))
-    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
-    assert max(sum(lengths[i] for i in batch) for batch in batches) <= options.get("max_tokens", 40)  # on average 39
+    assert max(result["longest"] for result in results) <= options.get("max_tokens", 40)  # on average 39
 
 
-def mistakes_in_sequences() -> list[tuple[str, str]]:
-    """Return pairs: a part of the expected error, and the error."""
-    setup_process_group_manager(1, 1, 1, 1)
-    found, items = [], sequences()
-    ids = {n: {"input_ids": torch.zeros(n, dtype=torch.int64)} for n in (0, 2)}
-    for expected, rows, options in (
-        ("sequence 18 has no tokens", [*items, ids[0]], {"micro_batches": 2}),
-        ("sequence 5 has 30 tokens, but max_tokens=29", items, {"max_tokens": 29}),
-        ("18 sequences cannot fill 19 micro-batches", items, {"micro_batches": 19}),
-        ("input_ids of sequence 0 is a list", [{"input_ids": [1, 2, 3]}], {}),
-        ("sequences 0 and 18 has name", [*items, ids[2]], {"micro_batches": 2}),
-    ):
-        found.append((expected, error_of(lambda rows=rows, options=options: pack_sequences(rows, **options))))  # type: ignore[misc]
-    return found
+IDS = {n: {"input_ids": torch.zeros(n, dtype=torch.int64)} for n in (0, 2)}
 
 
-def test_mistakes_in_sequences_are_named(pool: WorkerPool) -> None:
-    assert [pair for pair in pool.run(mistakes_in_sequences, 1)[0] if pair[0] not in pair[1]] == []
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([*sequences(), IDS[0]], {"micro_batches": 2}, "sequence 18 has no tokens"),
+        (sequences(), {"max_tokens": 29}, "sequence 5 has 30 tokens, but max_tokens=29"),
+        (sequences(), {"micro_batches": 19}, "18 sequences cannot fill 19 micro-batches"),
+        ([{"input_ids": [1, 2, 3]}], {}, "input_ids of sequence 0 is a list"),
+        ([*sequences(), IDS[2]], {"micro_batches": 2}, "sequences 0 and 18 has name"),
+    ],
+)
+def test_mistakes_in_sequences_are_named(rows: Any, options: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pack_sequences(rows, **options)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
+from unittest import mock
 
 import pytest
 
 import create_config
 import submit_slurm_jobs
 from picotron.console import UserError
-from tests.support.oracle import tiny_llama
 from workbench.drawing import __main__ as drawing
-from workbench.generation import program as generate
+from workbench.generation import program as generation
 from workbench.pipelines.engine import check_layout
 from workbench.run.checkpoint.safetensors_folder import SafetensorsFolder
 from workbench.run.config_reader import leaf_keys, load_config, type_of
@@ -26,7 +26,8 @@ from workbench.run.model_config import load_model_config
 from workbench.sweep import table as extract_metrics
 
 TINY: dict[str, Any] = json.loads(Path("template/tiny-llama/config.json").read_text())
-BASE = ["--config", "template/base_config.json"]
+BASE: dict[str, Any] = json.loads(Path("template/base_config.json").read_text())
+ON_BASE = ["--config", "template/base_config.json"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,7 @@ def assert_rejected(call: Callable[[], Any], capsys: pytest.CaptureFixture[str])
     else:
         pytest.fail("it was accepted")
     assert "Traceback" not in message
+    assert "hf_secret" not in message
     assert len(message) < 2_000
     return message
 
@@ -74,8 +76,8 @@ def base_types(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def hostile_values() -> Iterator[tuple[str, Any]]:
-    """Yield values of a wrong type or out of range for every key of the config."""
+def hostile_values() -> Iterator[tuple[str, bytes]]:
+    """Yield the name of every key of the config, and configs in which its value has a wrong type or is out of range."""
     for key in leaf_keys():
         kinds = {get_origin(kind) or kind for kind in [*base_types(type_of(key))]}
         lenient = key.startswith("environment.")  # its strings are parsed, see picotron.config.Environment
@@ -90,16 +92,10 @@ def hostile_values() -> Iterator[tuple[str, Any]]:
             values.append(True)
         if kinds & {int, float}:
             values += [-(10**30), "1e3" if not lenient else "x", "NaN"]
-        yield from ((key, value) for value in values if not (key == "logging.trace_steps" and value == []))
-
-
-@pytest.mark.parametrize(("key", "value"), list(hostile_values()), ids=repr)
-def test_values_of_config_keys(key: str, value: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(Path("template/base_config.json").read_text())
-    section, name = key.split(".")
-    data.setdefault(section, {})[name] = value
-    (folder / "config.json").write_text(json.dumps(data))
-    assert name in assert_rejected(lambda: train(["--config", str(folder / "config.json")]), capsys)
+        section, name = key.split(".")
+        for value in values:
+            if (name, value) != ("trace_steps", []):
+                yield name, json.dumps(BASE | {section: BASE.get(section, {}) | {name: value}}).encode()
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -112,30 +108,6 @@ CONFIG_FILES = [
     b'{"environment": "hf_secret"}', b'{"environment": ["hf_secret"]}', b'{"hf_token": "hf_secret"}', b'{"environment": {"TOKEN": "hf_secret"}}',
     b'{"model": {"name": "a\\u0000b"}}', b'{"model": {"name": "\\ud800"}}', b'{"checkpoint": {"save_dir": ""}}', b'{"$schema": {"x": 1}}',
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("content", CONFIG_FILES, ids=lambda content: repr(content[:60]))
-def test_config_files(content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.json").write_bytes(content)
-    message = assert_rejected(lambda: train(["--config", str(folder / "config.json")]), capsys)
-    assert "hf_secret" not in message
-
-
-TRAIN_WORDS = [
-    "--config", "--config no/such.json", "--config .", "--training.seq_length 0", "--training", "training.seq_length 4", "--training.seq_length",
-    "--$schema.x 1", "--environment.HF_TOKEN=hf_secret", "--wandb.api_key hf_secret", "--model hf_secret", "--model.name no/such/folder",
-    "--model.name README.md", "--model.num_hidden_layers 1000000000", "--distributed.pp_size 100000000", "--distributed.pp_engine csv:no.csv",
-    "--schedule.pp_layout E(t*10000)*10000|L", "--schedule.pp_layout ((((", "--training.gradient_accumulation_steps 1000000000000",
-    "--checkpoint.save_dir=", "--training.learning_rate nan", "--training.learning_rate inf", "HF_TOKEN=hf_secret", "-environment.HF_TOKEN=hf_secret",
-    "--training.seed 1 hf_secret", "--environment.OMP_NUM_THREADS hf_secret", "--training.seed " + "[" * 100_000, "--training.seed 1" + "0" * 400,
-    "--checkpoint.save_dir \udc80", "--training.adam_beta1 1",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", TRAIN_WORDS, ids=lambda words: repr(words[:60]))
-def test_command_lines_of_train(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    base = [] if words.startswith("--config") else BASE
-    assert "hf_secret" not in assert_rejected(lambda: train([*base, *words.split(" ")]), capsys)
 
 
 MODEL_CONFIGS: list[Any] = [
@@ -159,14 +131,6 @@ MODEL_CONFIGS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", MODEL_CONFIGS, ids=repr)
-def test_model_configs(changes: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.json").write_text(
-        json.dumps(TINY | changes if changes and isinstance(changes, dict) else changes)
-    )
-    assert_rejected(lambda: train([*BASE, "--model.name", str(folder)]), capsys)
-
-
 INDEXES: list[Any] = [
     "", "[]", "null", "1", "{}", "{", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": 5}', "[" * 100_000,
     *(json.dumps({"weight_map": {"model.norm.weight": name}}) for name in (
@@ -175,84 +139,100 @@ INDEXES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", INDEXES, ids=lambda content: repr(content[:60]))
-def test_indexes_of_safetensors(content: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(content)
+FILES: dict[str, Callable[[Path], object]] = {
+    "run.json": lambda path: train(["--config", str(path)]),
+    "config.json": lambda path: train([*ON_BASE, "--model.name", str(path.parent)]),
+    "model.safetensors.index.json": lambda path: SafetensorsFolder(path.parent).read("model.norm.weight", (32,)),  # type: ignore[arg-type]
+}
+CONTENTS = [
+    *(("run.json", name, content) for name, content in [*hostile_values(), *(("", each) for each in CONFIG_FILES)]),
+    *(
+        ("config.json", "", json.dumps(TINY | each if each and isinstance(each, dict) else each))
+        for each in MODEL_CONFIGS
+    ),
+    *(("model.safetensors.index.json", "", each) for each in INDEXES),
+]
+
+
+@pytest.mark.parametrize(("file", "key", "content"), CONTENTS, ids=lambda value: repr(value[:60]))
+def test_files(file: str, key: str, content: bytes | str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message about the value of a key names it."""
     (folder / "config.json").write_text("{}")
     (folder / "empty").write_bytes(b"")
     (folder.parent / "secret").write_bytes(b"")
-    shape = tiny_llama().hidden_size
-    assert_rejected(lambda: SafetensorsFolder(folder).read("model.norm.weight", shape), capsys)  # type: ignore[arg-type]
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert key in assert_rejected(lambda: FILES[file](folder / file), capsys)
 
 
-# -------------------------------------------------------------------------------------------- programs besides train.py
+# ------------------------------------------------------------------------------------------------------- command lines
 
 
-GENERATE_WORDS = [
-    "", "--checkpoint", "--checkpoint no/such", "--checkpoint .", "--checkpoint @", "--checkpoint README.md", "--checkpoint /",
-    "--checkpoint template/tiny-llama", *(f"--checkpoint template/tiny-llama --{name} {value}" for name in ("temperature", "top_k", "seed", "max_new_tokens")
-    for value in ("-1", "nan", "inf", "x", "-1e400", "1e400")), "--checkpoint . --seed 18446744073709551616", "--checkpoint . --max_new_tokens 1000000000000",
+def generate(words: list[str]) -> None:
+    with mock.patch.object(sys, "argv", ["generate.py", *words]):
+        generation.main()
+
+
+COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a program, its first words, and some more
+    (train, "", ["--config", "--config no/such.json", "--config ."]),
+    (train, "--config template/base_config.json", [
+        "--training.seq_length 0", "--training", "training.seq_length 4", "--training.seq_length",
+        "--$schema.x 1", "--environment.HF_TOKEN=hf_secret", "--wandb.api_key hf_secret", "--model hf_secret", "--model.name no/such/folder",
+        "--model.name README.md", "--model.num_hidden_layers 1000000000", "--distributed.pp_size 100000000", "--distributed.pp_engine csv:no.csv",
+        "--schedule.pp_layout E(t*10000)*10000|L", "--schedule.pp_layout ((((", "--training.gradient_accumulation_steps 1000000000000",
+        "--checkpoint.save_dir=", "--training.learning_rate nan", "--training.learning_rate inf", "HF_TOKEN=hf_secret", "-environment.HF_TOKEN=hf_secret",
+        "--training.seed 1 hf_secret", "--environment.OMP_NUM_THREADS hf_secret", "--training.seed " + "[" * 100_000, "--training.seed 1" + "0" * 400,
+        "--checkpoint.save_dir \udc80", "--training.adam_beta1 1",
+    ]),
+    (generate, "", [
+        "", "--checkpoint", "--checkpoint no/such", "--checkpoint .", "--checkpoint @", "--checkpoint README.md", "--checkpoint /",
+        "--checkpoint template/tiny-llama", *(f"--checkpoint template/tiny-llama --{name} {value}" for name in ("temperature", "top_k", "seed", "max_new_tokens")
+        for value in ("-1", "nan", "inf", "x", "-1e400", "1e400")), "--checkpoint . --seed 18446744073709551616", "--checkpoint . --max_new_tokens 1000000000000",
+    ]),
+    (drawing.main, "", [
+        "", "none", "schedule", "schedule none", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "csv .", "csv /", "search", "search_measured @ --memory 1",
+        "measured", "measured no", "measured .", "measured @", "measured @ --step 0", "measured @ --step x", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
+        "generation --groups 0", "generation --tokens 1000000", "generation --chunks x", *(f"schedule 1f1b --{words}" for words in (
+        "pp 0", "pp -1", "pp x", "pp 1e3", "pp 100000000", "pp 100000 --micro_batches 100000", "micro_batches 0", "micro_batches 1000000000000", "micro_batches nan",
+        "chunks 0", "chunks 2", "group_size 2", "p2p nan", "p2p inf", "pp 1" + "0" * 400, "p2p -1", "p2p x", "deferred -1", "activations", "activations 1",
+        "out a.png", "out a", "out /no/such/folder/a.svg", "out /", "out .svg/")),
+    ]),
+    (create_config.main, "--exp_name sweep --out_dir @", [
+        "--exp_name", "--exp_name .", "--exp_name ..", "--exp_name a/b", "--exp_name a\0b", "--exp_name a\nb", "--exp_name= ", "--world_size 0",
+        "--world_size -1", "--world_size x", "--world_size 720720", "--world_size 1000000007 --tp 3", "--tp 0", "--tp x", "--tp", "--tp 2 2", "--tp -1",
+        "--global_batch_size 7 --dp 2", "--global_batch_size 0", "--global_batch_size x", "--global_batch_size 8 --grad_acc_steps 2", "--mbs 0",
+        "--config no.json", "--config .", "--config README.md", "--hf_token hf_secret", "--hf_token=hf_secret", "--wandb_token hf_secret",
+        "--environment.HF_TOKEN hf_secret", "--checkpoint.save_dir x", "--unknown 1", "word", "--training.sed 1", "--pp 100000", "--pp_engine none",
+        "--model_name no/such", "--out_dir README.md", "--training.learning_rate nan", "--num_hidden_layers 1000000000",
+        "--training.seed " + " ".join(map(str, range(10_001))),
+    ]),
+    (submit_slurm_jobs.main, "", ["", "--inp_dir", "--inp_dir no/such", "--inp_dir README.md", "--inp_dir @/empty"]),
+    (submit_slurm_jobs.main, "--inp_dir @/job", [
+        "--local --timeout nan", "--local --timeout 0", "--local --timeout -1",
+        "--local --timeout inf", "--local --timeout x", "--grace x", "--only none", "--only", "--local --cancel", "--gpus_per_node 0", "--gpus_per_node x",
+        "--env_setup no.sh", "--env_setup .", "--nb_slurm_array 0", "--check_status --dry_run", "--timeout 5",
+    ]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", GENERATE_WORDS)
-def test_command_lines_of_generate(
-    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (program, [*first.split(), *(more.split(" ") if more else [])])
+        for program, first, lines in COMMANDS
+        for more in lines
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_command_lines(
+    program: Callable[[list[str]], object], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["generate.py", *words.replace("@", str(folder)).split()])
-    message = assert_rejected(generate.main, capsys)
-    assert all(option in message for option in words.split()[2::2])  # not the folder alone, which has no weights
-
-
-DRAWING_WORDS = [
-    "", "none", "schedule", "schedule none", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "csv .", "csv /", "search", "search_measured @ --memory 1",
-    "measured", "measured no", "measured .", "measured @", "measured @ --step 0", "measured @ --step x", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
-    "generation --groups 0", "generation --tokens 1000000", "generation --chunks x", *(f"schedule 1f1b --{words}" for words in (
-    "pp 0", "pp -1", "pp x", "pp 1e3", "pp 100000000", "pp 100000 --micro_batches 100000", "micro_batches 0", "micro_batches 1000000000000", "micro_batches nan",
-    "chunks 0", "chunks 2", "group_size 2", "p2p nan", "p2p inf", "pp 1" + "0" * 400, "p2p -1", "p2p x", "deferred -1", "activations", "activations 1",
-    "out a.png", "out a", "out /no/such/folder/a.svg", "out /", "out .svg/")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", DRAWING_WORDS, ids=lambda words: repr(words[:60]))
-def test_command_lines_of_drawing(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_rejected(lambda: drawing.main(words.replace("@", str(folder)).split()), capsys)
-
-
-CREATE_WORDS = [
-    "--exp_name", "--exp_name .", "--exp_name ..", "--exp_name a/b", "--exp_name a\0b", "--exp_name a\nb", "--exp_name= ", "--world_size 0",
-    "--world_size -1", "--world_size x", "--world_size 720720", "--world_size 1000000007 --tp 3", "--tp 0", "--tp x", "--tp", "--tp 2 2", "--tp -1",
-    "--global_batch_size 7 --dp 2", "--global_batch_size 0", "--global_batch_size x", "--global_batch_size 8 --grad_acc_steps 2", "--mbs 0",
-    "--config no.json", "--config .", "--config README.md", "--hf_token hf_secret", "--hf_token=hf_secret", "--wandb_token hf_secret",
-    "--environment.HF_TOKEN hf_secret", "--checkpoint.save_dir x", "--unknown 1", "word", "--training.sed 1", "--pp 100000", "--pp_engine none",
-    "--model_name no/such", "--out_dir README.md", "--training.learning_rate nan", "--num_hidden_layers 1000000000",
-    "--training.seed " + " ".join(map(str, range(10_001))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", CREATE_WORDS, ids=lambda words: repr(words[:60]))
-def test_command_lines_of_create_config(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = [] if words.startswith("--exp_name") else ["--exp_name", "sweep"]
-    out = [] if "--out_dir" in words else ["--out_dir", str(folder)]
-    message = assert_rejected(lambda: create_config.main([*name, *out, *words.split(" ")]), capsys)
-    assert "hf_secret" not in message
-    assert list(folder.rglob("config.json")) == []
-
-
-SUBMIT_WORDS = [
-    "", "--inp_dir", "--inp_dir no/such", "--inp_dir README.md", "--inp_dir @/empty", "--local --timeout nan", "--local --timeout 0", "--local --timeout -1",
-    "--local --timeout inf", "--local --timeout x", "--grace x", "--only none", "--only", "--local --cancel", "--gpus_per_node 0", "--gpus_per_node x",
-    "--env_setup no.sh", "--env_setup .", "--nb_slurm_array 0", "--check_status --dry_run", "--timeout 5",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", SUBMIT_WORDS)
-def test_command_lines_of_submit(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "empty").mkdir()
     (folder / "job").mkdir()
-    (folder / "job" / "config.json").write_text(Path("template/base_config.json").read_text())
-    sweep = [] if words == "" or "--inp_dir" in words else ["--inp_dir", str(folder / "job")]
-    assert_rejected(lambda: submit_slurm_jobs.main([*sweep, *words.replace("@", str(folder)).split()]), capsys)
+    (folder / "job" / "config.json").write_text(json.dumps(BASE))
+    message = assert_rejected(lambda: program([word.replace("@", str(folder)) for word in words]), capsys)
+    assert [path.parent.name for path in folder.rglob("config.json")] == ["job"]
+    if program is generate:  # not the folder alone, which has no weights
+        assert all(option in message for option in words[2::2])
 
 
 RECORDS = [
@@ -270,7 +250,7 @@ def test_no_file_of_a_run_stops_the_table_of_a_sweep(
     good = {"step": 1, "loss": 2.5, "memory_gb": 1.0, "tokens_per_second_per_gpu": 10.0, "mfu": None}
     for name in ("damaged", "intact"):
         (folder / name / "run").mkdir(parents=True)
-        (folder / name / "config.json").write_text(Path("template/base_config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(BASE))
         (folder / name / "status.txt").write_text("completed\n")
         (folder / name / "run" / "metrics.jsonl").write_text(json.dumps(good) + "\n")
     path = folder / "damaged" / file
