@@ -69,41 +69,30 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)
 
 
+FULL = {"training__activation_checkpointing": "full"}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "model"),
     [
-        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
-        {"cp_size": 2, "pp_size": 2, "pp_engine": "zb_h1"},
-        {"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses", "cp_sharding": "contiguous"},
-        {"tp_size": 4},
+        ({"pp_size": 2, "tp_size": 2, "sequence_parallel": True, **FULL}, {"tie_word_embeddings": True}),
+        ({"cp_size": 2, "pp_size": 2, "pp_engine": "zb_h1"}, {}),
+        ({"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses", "cp_sharding": "contiguous"}, {}),
+        ({"tp_size": 4, **FULL}, {}),  # two ranks hold a key/value head
+        ({"dp_size": 2, "cp_size": 2, "ep_size": 4}, {"family": "qwen3_moe"}),
+        # the pp ranks differ only in the layers that have experts
+        (
+            {"dp_size": 2, "pp_size": 2, "ep_size": 2},
+            {"family": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0, 1]},
+        ),
+        ({"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}, {"family": "olmoe"}),
+        ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, {"family": "dots1"}),
+        ({"dp_size": 2, "ep_size": 2, "tp_size": 2, "sequence_parallel": True}, {"family": "olmoe"}),
     ],
     ids=layout_name,
 )
-def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    """The layouts include tied embeddings, activation checkpointing, and key/value heads shared by two tp ranks."""
-    config, model_config = config_of(2, **layout), tiny_llama(tie_word_embeddings="sequence_parallel" in layout)
-    if "tp_size" in layout:
-        training = config.training.model_copy(update={"activation_checkpointing": "full"})
-        config = config.model_copy(update={"training": training})
-    expected = explained(config, model_config)
-    for pp_rank, step in pool.run(really, 4, config, model_config):
-        assert step == expected[pp_rank]
-
-
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen3_moe", {"dp_size": 2, "cp_size": 2, "ep_size": 4}),
-        ("qwen3_moe", {"dp_size": 2, "pp_size": 2, "ep_size": 2}),
-        ("olmoe", {"dp_size": 4, "ep_size": 2, "dp_engine": "zero1"}),
-        ("dots1", {"dp_size": 2, "tp_size": 2, "ep_size": 2}),
-        ("olmoe", {"dp_size": 2, "ep_size": 2, "tp_size": 2, "sequence_parallel": True}),
-    ],
-)
-def test_explain_equals_a_real_run_with_experts(pool: WorkerPool, family: str, layout: dict[str, Any]) -> None:
-    """In the pipeline, the pp ranks differ only in the layers that have experts."""
-    changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1]} if "pp_size" in layout else {}
-    config, model_config = config_of(2, **layout), small_config(family, **changes)
+def test_explain_equals_a_real_run(pool: WorkerPool, layout: dict[str, Any], model: dict[str, Any]) -> None:
+    config, model_config = config_of(2, **layout), tiny_llama(**model)
     expected = explained(config, model_config)
     for pp_rank, step in pool.run(really, 4, config, model_config):
         assert step == expected[pp_rank]

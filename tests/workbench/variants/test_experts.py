@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,8 @@ from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import assert_close, make_config, oracle_training, our_model, random_tokens
+from tests.support.checkpoints import Run, run_config
+from tests.support.oracle import assert_close, make_config, oracle_model, oracle_training, our_model, random_tokens
 from tests.support.training import CPU, all_stages, train_steps, wrapped
 from workbench.explain.explain import explain
 from workbench.generation.rotation import generate
@@ -187,41 +185,15 @@ def test_experts_on_several_ranks_do_not_generate(pool: WorkerPool) -> None:
     assert all("ep_size=1" in each for each in pool.run(generate_on_ranks, 2))
 
 
-def train_folder(save_dir: Path, **keys: Any) -> Path:
-    """Run train.py for four steps. Returns its last checkpoint."""
-    options = [word for key, value in keys.items() for word in (f"--{key.replace('__', '.')}", str(value))]
-    command = [sys.executable, "train.py", "--config", "docs/small.json", "--model.num_hidden_layers", "null"]
-    command += ["--training.total_train_steps", "4", "--checkpoint.save_frequency", "2", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--checkpoint.save_dir", str(save_dir)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return save_dir / "step_00000004"
-
-
-@pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_folder_of_transformers_is_trained_resumed_and_returned(tmp_path: Path, family: str) -> None:
-    write_model(tmp_path / "model", small_config(family, vocab_size=512))
-    start = {"model__name": tmp_path / "model", "model__pretrained": "true"}
-    if family == "dots1":
-        start["training__router_bias_rate"] = "0.01"
-    alone = train_folder(tmp_path / "alone", **start)
-    engine = {"qwen3_moe": "bucket", "mixtral": "zero1"}.get(family, "zero3")
-    layout = {"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": engine}
-    split = train_folder(tmp_path / "split", **start, **layout, training__gradient_accumulation_steps=1)
-    layout = {"distributed__tp_size": 2, "distributed__pp_size": 2}
-    resumed = train_folder(
-        tmp_path / "resumed", **start, **layout, checkpoint__load_path=split.with_name("step_00000002")
-    )
-    ids, logits = torch.arange(2 * 13).view(2, 13), []
-    for folder in (alone, split, resumed):
-        options = {"experts_implementation": "eager", "dtype": torch.float64}
-        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        assert not any(report.values()), report
-        assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}
-        logits.append(model(input_ids=ids, use_cache=False).logits.detach())
-    assert_close(logits[1], logits[0], what="dp4 ep2")
-    assert_close(logits[2], logits[0], what="resumed in tp2 x pp2")
+def test_transformers_loads_a_checkpoint(run: Run, tmp_path: Path, family: str) -> None:
+    """Its config has the number of experts under all names."""
+    config = small_config(family)
+    found = run(run_config(tmp_path, {"dp_size": 2, "ep_size": 2}), config)
+    folder = tmp_path / "step_00000010"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}
+    weights = model.state_dict()
+    for name, weight in oracle_model(config, found["weights"]).state_dict().items():
+        assert torch.equal(weights[name], weight), name
