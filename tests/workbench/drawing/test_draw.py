@@ -103,12 +103,6 @@ def test_draw_writes_every_format(tmp_path: Path) -> None:
     assert [list(program) for program in read_csv(tmp_path / "out.csv").programs] == timeline.programs
 
 
-def test_draw_prints_all_schedules_files_and_measured_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_prints_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     run("all")
     assert capsys.readouterr().out.count("bubble") == len(SCHEDULES)
-    (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    run("csv", tmp_path / "own.csv")
-    assert "own.csv, pp=2, micro_batches=1, chunks=1\npp 0  0F0 " in capsys.readouterr().out
-    write_trace(tmp_path, 7, timeline_of("1f1b", 2, 2))
-    run("measured", tmp_path)
-    assert f"{tmp_path}, step 7, in seconds\npp 0  0F0 0F1 " in capsys.readouterr().out

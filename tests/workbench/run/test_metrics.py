@@ -1,9 +1,7 @@
-"""Metrics of a run: the MFU formula, the fields of metrics.jsonl, and the handling of NaN, earlier runs and wandb."""
+"""Metrics of a run: peaks of devices, the fields of metrics.jsonl, and the handling of NaN, earlier runs and wandb."""
 
 import json
 import math
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,10 +13,11 @@ import torch.distributed as dist
 
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
-from picotron.model.families import model_cost
-from picotron.model.llama import Llama
 from picotron.process_group_manager import setup_process_group_manager
+from tests.support.messages import error_of
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.samples import read_jsonl
+from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, peak_flops
 from workbench.run.run_folder import begin_run, claim_save_dir
@@ -29,20 +28,6 @@ FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
     "tokens_per_second_per_gpu", "mfu", "memory_gb",
 ]  # fmt: skip
-
-
-def test_flops_of_a_token_equal_those_torch_counts() -> None:
-    """Torch counts only matmuls, so the norms are subtracted; for attention it counts all T x T scores in each pass."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from workbench.variants.packed import math_attention
-
-    config = tiny_llama(hidden_size=64, intermediate_size=128)
-    model = Llama(config, math_attention)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(2, 16, dtype=torch.long)).sum().backward()
-    norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert counter.get_total_flops() / (2 * 16) == model_cost(config, 16).flops - norms
 
 
 @pytest.mark.parametrize(
@@ -69,7 +54,7 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
     )
     resumed = Checkpoint.state_in(checkpoint, folder) if checkpoint else None
     records = begin_run(config, resumed.step if resumed else None) if dist.get_rank() == 0 else []
-    metrics = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64, records, resumed)
+    metrics = Metrics(config, tiny_llama(), CPU, torch.float64, records, resumed)
     progress = Progress(resumed.step if resumed else 0)
     for loss in losses:
         metrics.start_step()
@@ -77,6 +62,12 @@ def log_steps(folder: str, losses: list[float], wandb: bool = False, checkpoint:
         mine = torch.tensor(loss + dist.get_rank(), dtype=torch.float64)  # on two ranks, the mean is loss + 0.5
         metrics.log(metrics.end_step(progress, mine, torch.tensor(2.0, dtype=torch.float64), 0.1)[0])
     metrics.close()
+
+
+def checkpoint_of(folder: Path, step: int, wandb_run_id: str | None) -> Any:
+    """Return what a run reads of a checkpoint."""
+    state = types.SimpleNamespace(step=step, wandb_run_id=wandb_run_id)
+    return types.SimpleNamespace(folder=folder / f"step_{step:08d}", state=state)
 
 
 def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
@@ -109,7 +100,7 @@ def test_completions_of_steps_that_are_taken_again_are_archived(tmp_path: Path) 
 
 def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(log_steps, 2, str(tmp_path / "deep" / "run"), [math.pi, math.e])
-    lines = [json.loads(line) for line in (tmp_path / "deep/run/metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(tmp_path / "deep/run/metrics.jsonl")
     assert [list(line) for line in lines] == [FIELDS, FIELDS]
     assert [line["loss"] for line in lines] == [math.pi + 0.5, math.e + 0.5]
     assert [line["tokens"] for line in lines] == [32, 64]
@@ -138,34 +129,26 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tm
         file.write('{"step": 4, "lo')  # an incomplete line, as a killed run may leave
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:08d}").mkdir()
-    state = types.SimpleNamespace(step=2, wandb_run_id=None)
-    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000002", state=state)
-    pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint_of(tmp_path, 2, None))
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 4.0), (3, 2.5)]
     # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
     # Records of later steps are kept even if no checkpoint of them is.
-    checkpoint = types.SimpleNamespace(
-        folder=tmp_path / "step_00000001", state=types.SimpleNamespace(step=1, wandb_run_id=None)
-    )
     (tmp_path / "step_00000002").rmdir()
-    pool.run(log_steps, 1, str(tmp_path), [2.0], False, checkpoint)
-    kept = [json.loads(line)["loss"] for line in (tmp_path / "earlier.2/metrics.jsonl").read_text().splitlines()]
-    assert kept == [5.0, 4.0, 2.5]
+    pool.run(log_steps, 1, str(tmp_path), [2.0], False, checkpoint_of(tmp_path, 1, None))
+    assert [line["loss"] for line in read_jsonl(tmp_path / "earlier.2/metrics.jsonl")] == [5.0, 4.0, 2.5]
 
 
-def refused(folder: str, losses: list[float]) -> str:
-    with pytest.raises(UserError) as error:
-        log_steps(folder, losses)
-    return str(error.value)
+def refused(folder: str, losses: list[float], next_of_rank_1: float = 1.0) -> str:
+    return error_of(lambda: log_steps(folder, [*losses, next_of_rank_1 if dist.get_rank() else 1.0]))
 
 
 @pytest.mark.usefixtures("_one_rank")
 def test_an_evaluation_that_is_worse_than_the_first_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(checkpoint__save_dir=str(tmp_path))
-    found = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
+    found = Metrics(config, tiny_llama(), CPU, torch.float64)
     for step, loss in ((0, 3.0), (2, 2.5), (4, 3.5)):
         found.log({"step": step, "tokens": step, "eval_loss": loss, "bits_per_byte": None})
         assert ("worse than the first evaluation, of 3.0000" in caplog.text) == (step == 4)
@@ -177,12 +160,8 @@ def test_a_nan_stops_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def refused_on_rank_1(folder: str) -> str:
-    return refused(folder, [1.0, math.nan if dist.get_rank() == 1 else 1.0])
-
-
 def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(refused_on_rank_1, 2, str(tmp_path)):
+    for message in pool.run(refused, 2, str(tmp_path), [1.0], math.nan):
         assert "only rank 1 computed such a loss" in message
 
 
@@ -249,28 +228,21 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("variable", [None, "theirs"])
-def test_wandb_itself_records_in_the_folder_of_the_run_or_of_its_variable(tmp_path: Path, variable: str | None) -> None:
+@pytest.mark.usefixtures("_one_rank")
+def test_wandb_itself_records_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings have a default of their own, the current folder."""
-    command = [sys.executable, "train.py", "--config", "docs/small.json", "--logging.use_wandb", "true"]
-    command += ["--training.total_train_steps", "1", "--checkpoint.save_dir", str(tmp_path / "run")]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    environment |= {"WANDB_MODE": "offline"} | ({"WANDB_DIR": str(tmp_path / variable)} if variable else {})
-    (tmp_path / "theirs").mkdir()
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
-    assert (tmp_path / "run/wandb").exists() is (variable is None)
-    assert (tmp_path / "theirs/wandb").exists() is (variable is not None)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = make_config(checkpoint__save_dir=str(tmp_path), logging__use_wandb=True)
+    Metrics(config, tiny_llama(), CPU, torch.float64).close()
+    assert (tmp_path / "wandb").exists()
 
 
 def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -> None:
-    state = types.SimpleNamespace(step=3, wandb_run_id="abc")
-    checkpoint = types.SimpleNamespace(folder=tmp_path / "step_00000003", state=state)
-    calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
-    assert (calls["id"], calls["resume"]) == ("abc", "allow")
-    assert [step for step, _ in calls["logged"]] == [4, 5]
-    state.step = 4  # wandb has step 5, and would ignore another one
-    calls = pool.run(log_with_wandb, 1, str(tmp_path), "good", checkpoint)[0]
-    assert ("id" not in calls, calls["group"]) == (True, "abc")
-    assert [step for step, _ in calls["logged"]] == [5, 6]
-    calls = pool.run(log_with_wandb, 1, str(tmp_path / "other"), "good", checkpoint)[0]
-    assert not {"id", "group"} & calls.keys()
+    def resumed(folder: Path, step: int) -> tuple[dict[str, Any], list[int]]:
+        (calls,) = pool.run(log_with_wandb, 1, str(folder), "good", checkpoint_of(tmp_path, step, "abc"))
+        return {key: calls[key] for key in ("id", "resume", "group") if key in calls}, [s for s, _ in calls["logged"]]
+
+    assert resumed(tmp_path, 3) == ({"id": "abc", "resume": "allow"}, [4, 5])
+    assert resumed(tmp_path, 4) == ({"group": "abc"}, [5, 6])  # wandb has step 5, and would ignore another one
+    assert resumed(tmp_path / "other", 4) == ({}, [1, 2])

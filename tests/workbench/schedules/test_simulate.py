@@ -66,17 +66,6 @@ def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) ->
         assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
 
 
-@pytest.mark.parametrize(("F", "I", "W"), TIMES)
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_zb_h1_matches_the_formulas(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
-    for pp, m in GRID:
-        idle = (pp - 1) * (F + I - W) / chunks
-        if (m >= pp and chunks == 1) or m % pp == 0:
-            assert timeline_of("zb_h1", pp, m, chunks, F=F, I=I, W=W).idle == pytest.approx([idle] * pp)
-        if chunks == 1 or m % pp == 0:
-            assert peaks("zb_h1", pp, m, chunks) == [min(pp * chunks, m * chunks)] * pp
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, m {case.m}")
 def test_bubbles_are_those_of_the_zero_bubble_paper(case: Case) -> None:
     assert case.rate_of("1f1b") == pytest.approx(case.of_1f1b, abs=5.1e-5)

@@ -122,7 +122,7 @@ def test_fused_tensors_are_read(pool: WorkerPool, tmp_path: Path, family: str) -
         assert_close(found, model(input_ids=ids, use_cache=False).logits.detach(), 1e-5, name)
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", ["llama", *WITH_EXPERTS])
 def test_parameters_and_flops_are_those_of_the_model(family: str) -> None:
     """Torch counts only matmuls, so the norms are subtracted, and no causal attention."""
     config = small_config(family, num_hidden_layers=2)

@@ -73,22 +73,6 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
     assert all(again[name].equal(master) for name, master in masters.items())
 
 
-def test_latest_resumes_and_keep_last_deletes_older_checkpoints(run: Run, tmp_path: Path) -> None:
-    layout, model = {"dp_size": 2}, model_of(False)
-    keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 2, "checkpoint__load_path": "latest"}
-    (tmp_path / "step_00000004.unfinished").mkdir()  # left behind by a killed run
-    first = run(first_half(tmp_path, layout, **keys), model)
-    assert len(first["losses"]) == 5  # there was no checkpoint to resume from
-    assert list(checkpoint_folders(tmp_path)) == [4, 5]
-    second = run(run_config(tmp_path, layout, **keys), model)
-    assert list(checkpoint_folders(tmp_path)) == [8, 10]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010"]
-    whole = run(run_config(tmp_path / "whole", layout), model)
-    assert first["losses"] + second["losses"] == whole["losses"]
-    third = run(run_config(tmp_path, layout, **keys), model)
-    assert third["losses"] == []  # training was complete
-
-
 def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 4.0, 10: 5.0}  # step 3 has no checkpoint
     lines = [json.dumps({"step": step, "loss": 1.0, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
