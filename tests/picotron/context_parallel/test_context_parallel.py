@@ -2,6 +2,7 @@
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,21 +93,17 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
 
     forward, backward = block_attention.block_forward, block_attention.block_backward
 
-    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool) -> Any:
+    def count_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *others: Any) -> Any:
         counts[0] += pairs(q, k, causal)
-        return forward(q, k, v, causal, new_shape)
+        return forward(q, k, v, causal, *others)
 
-    def count_backward(
-        dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool
-    ) -> Any:
-        counts[1] += pairs(q, k, causal)
-        return backward(dy, q, out, lse, k, v, causal, new_shape)
+    def count_backward(dy: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, *others: Any) -> Any:
+        counts[1] += pairs(q, k, causal=others[1])
+        return backward(dy, q, out, lse, k, *others)
 
-    block_attention.block_forward, block_attention.block_backward = count_forward, count_backward
-    try:
+    counting = {"block_forward": count_forward, "block_backward": count_backward}
+    with mock.patch.multiple(block_attention, **counting):
         attention_of_a_rank(engine, sharding, torch.float64)
-    finally:
-        block_attention.block_forward, block_attention.block_backward = forward, backward
     return counts[0], counts[1]
 
 
@@ -133,11 +130,8 @@ def tensors_that_travel() -> list[tuple[int, int]]:
         alive.append((found.count(torch.bfloat16), found.count(torch.float32)))
         return original(messages)
 
-    dist.batch_isend_irecv = batch_isend_irecv
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv):
         attention_of_a_rank("ring", "zigzag", torch.bfloat16)
-    finally:
-        dist.batch_isend_irecv = original
     return alive
 
 

@@ -1,6 +1,7 @@
 """Collectives of tensor parallelism overlap with the computation of gradients."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,12 +16,13 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
     setup_process_group_manager(2, 1, 1, 1)
     events: list[str] = []
     names = {"start_sum": "dx", "start_all_gather": "x"}
-    originals = {name: getattr(tensor_parallel, name) for name in names}
 
     def noted(name: str) -> Any:
+        original = getattr(tensor_parallel, name)
+
         def start(*arguments: Any) -> Any:
             events.append(f"{names[name]} leaves")
-            finish = originals[name](*arguments)
+            finish = original(*arguments)
             return lambda: (events.append(f"{names[name]} arrives"), finish())[1]
 
         return start
@@ -35,14 +37,8 @@ def events_of_backward(sequence_parallel: bool) -> list[str]:
     x, weight = torch.randn(2, 4, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     group = pgm.process_group_manager.tp_group
     (y,) = tensor_parallel.ColumnParallel.apply(x, group, sequence_parallel, weight)
-    for name in names:
-        setattr(tensor_parallel, name, noted(name))
-    try:
-        with Multiplications():
-            y.sum().backward()
-    finally:
-        for name, original in originals.items():
-            setattr(tensor_parallel, name, original)
+    with mock.patch.multiple(tensor_parallel, **{name: noted(name) for name in names}), Multiplications():
+        y.sum().backward()
     return events
 
 

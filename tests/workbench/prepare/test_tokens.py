@@ -18,7 +18,7 @@ from picotron.console import UserError
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import write_jsonl
 from workbench.prepare.documents import python_stdlib
-from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, tokenizer_folder, train_bpe, write_tokens
+from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, tokenizer_folder, write_tokens
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -28,19 +28,10 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache: its folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "picotron"
-
-
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    """Folder with a byte-level BPE of 300 tokens."""
-    folder = str(tmp_path / "tokenizer")
-    train_bpe(iter(TEXTS), 300).save_pretrained(folder)
-    return folder
+def cache(tmp_path: Path, folder: str) -> Path:
+    """The folder of the empty cache."""
+    return tmp_path / "cache" / "picotron"
 
 
 def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
@@ -48,12 +39,12 @@ def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     return np.memmap(write_tokens(config, model_config) / "tokens.uint16", np.uint16, "r")
 
 
-def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, tokenizer: str, cache: Path) -> None:
+def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, folder: str, cache: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(
         json.dumps({"body": "abc " * 50}) + "\n" + json.dumps({"body": None}) + "\n" + json.dumps({"body": ""})
     )
-    config = make_config(dataset__name=str(file), model__tokenizer=tokenizer, dataset__text_column="body")
+    config = make_config(dataset__name=str(file), model__tokenizer=folder, dataset__text_column="body")
     first = load_tokens(config, tiny_llama(vocab_size=300))
     stamp = [p.stat().st_mtime_ns for p in cache.glob("*/tokens.uint16")]
     assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
@@ -67,34 +58,31 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     config = make_config(model__tokenizer="bpe", training__num_samples=30)
     tokens = load_tokens(config, tiny_llama(vocab_size=600))
     assert 500 < tokens.max() < 600
-    (folder,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
-    bpe = PreTrainedTokenizerFast.from_pretrained(folder)
+    (written,) = [p for p in cache.glob("bpe-*") if p.is_dir()]
+    bpe = PreTrainedTokenizerFast.from_pretrained(written)
     assert len(bpe) == 600
     documents = bpe.decode(tokens.tolist()).split(END_OF_TEXT)
     texts = [file.read_text(encoding="utf-8") for file in python_stdlib()[:30]]
     assert documents[:-1] == [text for text in texts if text]
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder"),
         ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
-        ({"dataset__name": "FOLDER/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
-        ({"model__tokenizer": "FOLDER"}, "cannot load a tokenizer from"),
-        ({"model__tokenizer": "TOKENIZER", "vocab_size": 61}, "has 300 tokens, but the model's vocab_size is 61"),
+        ({"dataset__name": "@/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
+        ({"model__tokenizer": "@"}, "cannot load a tokenizer from"),
+        ({"model__tokenizer": "@/tokenizer", "vocab_size": 61}, "has 300 tokens, but the model's vocab_size is 61"),
         # transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer
-        ({"model__tokenizer": "TOKENIZER", "family": "qwen2"}, "of a 'qwen2' model as another"),
+        ({"model__tokenizer": "@/tokenizer", "family": "qwen2"}, "of a 'qwen2' model as another"),
     ],
 )
-def test_tokenising_rejects_bad_data_sets_and_tokenizers(
-    tmp_path: Path, tokenizer: str, changes: dict[str, Any], message: str
-) -> None:
-    (folder := tmp_path / "files").mkdir()
-    write_jsonl(folder / "good.jsonl", [{"text": text} for text in TEXTS])
+def test_tokenising_rejects_bad_data_sets_and_tokenizers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_jsonl(tmp_path / "good.jsonl", [{"text": text} for text in TEXTS])
     model = {"family": "llama", "vocab_size": 300} | {key: changes[key] for key in changes if "__" not in key}
-    keys = {key: changes[key].replace("FOLDER", str(folder)) for key in changes if "__" in key}
-    keys = {key: value.replace("TOKENIZER", tokenizer) for key, value in keys.items()}
+    keys = {key: changes[key].replace("@", str(tmp_path)) for key in changes if "__" in key}
     with pytest.raises(UserError, match=message) as error:
         load_tokens(make_config(training__num_samples=2, **keys), tiny_llama(**model))
     assert len(str(error.value).splitlines()) == 1
@@ -110,12 +98,12 @@ def test_tokenising_rejects_bad_data_sets_and_tokenizers(
     ],
 )
 def test_the_first_broken_records_are_reported_with_their_number(
-    tmp_path: Path, tokenizer: str, kind: str, good: int, bad: int, message: str
+    tmp_path: Path, folder: str, kind: str, good: int, bad: int, message: str
 ) -> None:
     """All records are read, unless none of them can be used, or a BPE is trained on them first."""
     name = tmp_path / "a.jsonl"
     name.write_text('{"text": "def f(x)"}\n' * good + '{"body": "x"}\n' * bad)
-    config = make_config(dataset__name=str(name), model__tokenizer=kind.replace("TOKENIZER", tokenizer))
+    config = make_config(dataset__name=str(name), model__tokenizer=kind.replace("TOKENIZER", folder))
     with pytest.raises(UserError, match=message):
         load_tokens(config, tiny_llama(vocab_size=300))
 
@@ -134,7 +122,7 @@ print(*peaks)
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> None:
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, folder: str) -> None:
     """Peak memory in MiB after a short text, and after 4 MiB in one document, in many, and in one row group."""
     import pandas
 
@@ -148,26 +136,26 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: str) -> N
     (tmp_path / "b.jsonl").write_text((json.dumps({"text": line}) + "\n") * (2**22 // len(line)))
     names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "b.jsonl", "a.parquet", "a.jsonl")]
     result = subprocess.run(
-        [sys.executable, "-c", MEMORY, tokenizer, *names], capture_output=True, text=True, check=True, timeout=240
+        [sys.executable, "-c", MEMORY, folder, *names], capture_output=True, text=True, check=True, timeout=240
     )
     short, *others = map(float, result.stdout.split())
     assert max(others) - short < 100
     assert "Tokenising: 100%" in result.stderr
 
 
-def test_tokenizers_that_differ_in_the_template_or_in_special_tokens_do_not_share_a_cache(tokenizer: str) -> None:
-    folders = [tokenizer_folder(plain := PreTrainedTokenizerFast.from_pretrained(tokenizer))]
+def test_tokenizers_that_differ_in_the_template_or_in_special_tokens_do_not_share_a_cache(folder: str) -> None:
+    folders = [tokenizer_folder(plain := PreTrainedTokenizerFast.from_pretrained(folder))]
     plain.chat_template = "{{ messages }}"
     folders.append(tokenizer_folder(plain))
     assert folders[0] != folders[1]
     assert PreTrainedTokenizerFast.from_pretrained(folders[1]).chat_template == "{{ messages }}"
-    split = [PreTrainedTokenizerFast.from_pretrained(tokenizer, split_special_tokens=value) for value in (False, True)]
+    split = [PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=value) for value in (False, True)]
     assert len({_identity(each) for each in split}) == 2
     assert split[0](f"a{END_OF_TEXT}")["input_ids"] != split[1](f"a{END_OF_TEXT}")["input_ids"]
 
 
-def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, tokenizer: str) -> None:
-    truncating = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, folder: str) -> None:
+    truncating = PreTrainedTokenizerFast.from_pretrained(folder)
     truncating.backend_tokenizer.enable_truncation(5)
     truncating.save_pretrained(tmp_path / "other")
     config = make_config(model__tokenizer=str(tmp_path / "other"))
@@ -178,7 +166,7 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
-    tokenizer: str, tmp_path: Path, number: int
+    folder: str, tmp_path: Path, number: int
 ) -> None:
     """Ctrl-C reaches all of them; a kill reaches the parent alone. In both cases, they are busy for a long time."""
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -193,7 +181,7 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
         "if __name__ == '__main__': prepare.exit_on_error(prepare.main)\n"
     )
     (tmp_path / "program.py").write_text(program)
-    keys = {"dataset.name": tmp_path / "x.jsonl", "dataset.num_proc": 2, "model.tokenizer": tokenizer}
+    keys = {"dataset.name": tmp_path / "x.jsonl", "dataset.num_proc": 2, "model.tokenizer": folder}
     words = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, str(tmp_path / "program.py"), "--config", "docs/small.json", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:

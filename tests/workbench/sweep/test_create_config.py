@@ -107,24 +107,14 @@ def test_experts_are_split_over_all_numbers_of_ranks_that_divide_them(tmp_path: 
     """The tiny model has 8 experts. A sweep of the tiny Llama has no ep_size, see the tests above."""
     base = base_file(tmp_path, model={"name": "docs/tiny-experts"})
 
-    def sizes(*words: Any, exp_name: str) -> dict[str, tuple[int, int]]:
-        written = configs(create(tmp_path, *words, base=base, exp_name=exp_name))
-        return {
-            name: (each["distributed"]["dp_size"], each["distributed"].get("ep_size", 1))
-            for name, each in written.items()
-        }
+    def names(*words: Any) -> set[str]:
+        return set(configs(create(tmp_path, "--world_size", 4, *words, base=base, exp_name=f"sweep{len(words)}")))
 
-    all_layouts = sizes("--world_size", 2, 4, "--mbs", 1, 2, exp_name="a")
-    assert all_layouts["dp2_pp1_cp2_tp1_ep4_mbs1"] == (2, 4)
-    ranks = {(dp, cp) for dp in (1, 2, 4) for cp in (1, 2, 4) if dp * cp <= 4}
-    assert {name.split("_ep")[0] for name in all_layouts if "ep4" in name} == {
-        f"dp{dp}_pp1_cp{cp}_tp1" for dp, cp in ranks if dp * cp == 4
-    }
-    assert sizes("--world_size", 4, "--tp", 2, exp_name="b") == {".": (2, 1)}
-    assert sizes("--world_size", 4, "--tp", 2, "--ep", 1, 2, exp_name="c") == {"ep1": (2, 1), "ep2": (2, 2)}
-    assert "no forecast" in error_message(
-        tmp_path, "--world_size", 4, "--global_batch_size", 8, "--hardware", "H100", "--best", 1, base=base
-    )
+    assert {name for name in names() if "ep4" in name} == {f"dp{dp}_pp1_cp{4 // dp}_tp1_ep4" for dp in (1, 2, 4)}
+    assert names("--tp", 2) == {"."}
+    assert names("--tp", 2, "--ep", 1, 2) == {"ep1", "ep2"}
+    words = ("--world_size", 4, "--global_batch_size", 8, "--hardware", "H100", "--best", 1)
+    assert "no forecast" in error_message(tmp_path, *words, base=base)
 
 
 def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path) -> None:
@@ -138,7 +128,6 @@ def test_axes_without_a_flag_come_from_the_base_config_except_dp(tmp_path: Path)
 
     assert sizes("--world_size", 8, "--tp", 1, 2, 4, exp_name="a") == {(4, 2, 1, 1), (2, 2, 1, 2), (1, 2, 1, 4)}
     assert sizes("--world_size", 8, "--dp", 4, "--tp", 1, 2, exp_name="b") == {(4, 2, 1, 1)}
-    assert sizes("--world_size", 1, 2, exp_name="c") == {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}  # fmt: skip
     assert sizes("--world_size", 4, "--distributed.pp_size", 4, 1, exp_name="d") == {(1, 4, 1, 1), (4, 1, 1, 1)}
     assert sizes("--tp", 1, 2, exp_name="e") == {(5, 2, 1, 1), (5, 2, 1, 2)}
 
