@@ -9,11 +9,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
-from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama, rope
 from picotron.model.weights import materialise
-from picotron.optimizer import clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 from tests.support.oracle import (
@@ -137,22 +135,3 @@ def transformers_gradients(config: LlamaConfig, weights: dict[str, Tensor], dtyp
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
     F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), targets.flatten()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def norm_between_micro_batches(sequence_parallel: bool) -> str:
-    """Return the error of a loop that reads the gradient norm after each micro-batch, which sums partial gradients."""
-    setup_process_group_manager(2, 1, 1, 1)
-    model = DataParallelBucket(parallel_model(model_of("kv heads < tp"), sequence_parallel))
-    ids, targets = batch()
-    try:
-        for _ in range(2):
-            model(ids, target_ids=targets).backward()
-            clip_grad_norm(model, None)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_a_norm_between_micro_batches_is_refused_if_gradients_are_partial(pool: WorkerPool) -> None:
-    for error in pool.run(norm_between_micro_batches, 2, True):
-        assert "after the gradients of this step were averaged" in error

@@ -1,4 +1,4 @@
-"""A step on a whole batch equals that of torch.distributed.pipelining on the same stages."""
+"""A step on a whole batch, with the calls of torch.distributed.pipelining, equals that of one process."""
 
 from typing import Any
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
@@ -54,9 +52,7 @@ def stages_and_batch() -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
 
 
 def steps(name: str) -> dict[str, Any]:
-    """Run steps of ours, also one whose outputs are of several kinds, and one of torch's. Returns outputs, losses and
-    gradients.
-    """
+    """Run steps, also one whose outputs are of several kinds. Returns outputs, losses and gradients."""
     rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
     stages, x, target, batch = stages_and_batch()
     schedule, dims = build(name, 2, M), {"scale": 1, "mask": None}
@@ -88,30 +84,26 @@ def steps(name: str) -> dict[str, Any]:
     along = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims, output_dim=1)
     found["joined along T"] = along(x, target=target, **batch)
 
-    stage = stages_and_batch()[0][rank]
-    specs = {"mask": _Replicate(), "scale": TensorChunkSpec(1), "gain": TensorChunkSpec(0)}
-    gpipe = ScheduleGPipe(PipelineStage(stage, rank, 2, CPU), M, F.mse_loss, kwargs_chunk_spec=specs)
-    theirs: list[Tensor] = []
-    output = gpipe.step(*([x] if rank == 0 else []), target=target, losses=theirs, **batch)
-    right = {"output": output, "losses": theirs, "gradients": [p.grad for p in stage.parameters()]}
-    return {"found": found, "right": right, "kinds": kinds, "kinds_gradients": kinds_gradients}
+    return found | {"kinds": kinds, "kinds_gradients": kinds_gradients}
 
 
 @pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1"])
-def test_outputs_losses_and_gradients_equal_torch(pool: WorkerPool, name: str) -> None:
+def test_outputs_losses_and_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
     first, last = pool.run(steps, 2, name)
-    assert first["found"]["output"] is None
-    assert first["found"]["losses"] == []
-    for rank in (first, last):
-        for found in (rank["found"]["gradients"], rank["kinds_gradients"]):
-            for gradient, right in zip(found, rank["right"]["gradients"], strict=True):
-                assert_close(gradient, right)
-    assert_close(torch.stack(last["found"]["losses"]), torch.stack(last["right"]["losses"]).detach())
-    assert_close(last["found"]["output"], last["right"]["output"])
-    assert_close(last["found"]["evaluation"], last["right"]["output"])
-    assert_close(last["found"]["joined along T"], torch.cat(last["right"]["output"].chunk(M), 1))
-    assert first["kinds"] == [None, None]
-    y = last["right"]["output"].detach()
+    stages, x, target, batch = stages_and_batch()
+    y = stages[1](stages[0](x, **batch), **batch)
+    losses = torch.stack([F.mse_loss(*each) for each in zip(y.chunk(M), target.chunk(M), strict=True)])
+    losses.mean().backward()
+    y = y.detach()
+    for rank, stage in zip((first, last), stages, strict=True):
+        for kind in ("gradients", "kinds_gradients"):
+            for gradient, parameter in zip(rank[kind], stage.parameters(), strict=True):
+                assert_close(gradient, parameter.grad)
+    assert (first["output"], first["losses"], first["kinds"]) == (None, [], [None, None])
+    assert_close(torch.stack(last["losses"]), losses.detach())
+    assert_close(last["output"], y)
+    assert_close(last["evaluation"], y)
+    assert_close(last["joined along T"], torch.cat(y.chunk(M), 1))
     for found in last["kinds"]:
         assert_close(found["logits"], y)
         assert_close(found["both"][0], 2 * y)

@@ -203,7 +203,8 @@ COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a pr
         "--config no.json", "--config .", "--config README.md", "--hf_token hf_secret", "--hf_token=hf_secret", "--wandb_token hf_secret",
         "--environment.HF_TOKEN hf_secret", "--checkpoint.save_dir x", "--unknown 1", "word", "--training.sed 1", "--pp 100000", "--pp_engine none",
         "--model_name no/such", "--out_dir README.md", "--training.learning_rate nan", "--num_hidden_layers 1000000000",
-        "--training.seed " + " ".join(map(str, range(10_001))),
+        "--training.seed " + " ".join(map(str, range(10_001))), "--hardware H100 --best 3",
+        *(f"--world_size 8 --hardware H100 --best 3 {words}" for words in ("--global_batch_size 7 --dp 8 --pp 1 --tp 1", "--global_batch_size 16 --gib 0.001")),
     ]),
     (submit_slurm_jobs.main, "", ["", "--inp_dir", "--inp_dir no/such", "--inp_dir README.md", "--inp_dir @/empty"]),
     (submit_slurm_jobs.main, "--inp_dir @/job", [

@@ -65,6 +65,7 @@ def test_activations_of_unequal_stages_fit(
 
     found = fastest_schedule(pp, micro_batches, memory, {shape: costs}, deferred, sizes=sizes)
     assert_runs(found.schedule)
+    assert found.bound * (1 - 1e-9) <= found.score == simulate(found.schedule, costs).step_time
     assert peak(found.schedule) <= memory * (1 + 1e-8)
     for schedule in hand_made(pp, micro_batches, shape).values():
         if peak(schedule) <= memory * (1 - 1e-8):

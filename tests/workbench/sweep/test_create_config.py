@@ -291,16 +291,3 @@ def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.
         assert 0 < found["memory_gb"] < 1
     assert "MFU" in capsys.readouterr().out
     assert not list(create(tmp_path, "--tp", 1, 2, exp_name="none").glob("*/forecast.json"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--hardware", "H100", "--best", 3), "--world_size and --global_batch_size"),
-        ((*EIGHT[:3], 7, *EIGHT[4:], "--best", 3, "--dp", 8), "no layout of 8 ranks can train"),
-        ((*EIGHT, "--best", 3, "--gib", 0.001), "no layout of 8 ranks fits"),
-    ],
-    ids=str,
-)
-def test_impossible_searches_are_rejected(tmp_path: Path, words: tuple[Any, ...], message: str) -> None:
-    assert message in error_message(tmp_path, *words)

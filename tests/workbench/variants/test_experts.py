@@ -20,6 +20,7 @@ from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import Run, run_config
+from tests.support.messages import error_of
 from tests.support.oracle import assert_close, make_config, oracle_model, oracle_training, our_model, random_tokens
 from tests.support.training import CPU, all_stages, train_steps, wrapped
 from workbench.explain.explain import explain
@@ -176,9 +177,7 @@ def test_time_of_experts_is_not_forecast(tmp_path: Path) -> None:
 
 def generate_on_ranks() -> str:
     model = wrapped(config_of({"dp_size": 2, "ep_size": 2}), small_config("mixtral"))
-    with pytest.raises(UserError) as error:
-        generate(model.module, [[1, 2]], Sampling(3))
-    return str(error.value)
+    return error_of(lambda: generate(model.module, [[1, 2]], Sampling(3)))
 
 
 def test_experts_on_several_ranks_do_not_generate(pool: WorkerPool) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.console import UserError
 from tests.support.checkpoints import Run, mistake, model_of, run_config, warnings_of
+from tests.support.messages import error_of
 from tests.support.oracle import tiny_llama
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folders
@@ -111,9 +110,7 @@ def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Pa
 
 
 def checkpoint_of_this_machine(*folders: Path) -> str:
-    with pytest.raises(UserError) as error:
-        Checkpoint(folders[dist.get_rank()]).weights()
-    return str(error.value)
+    return error_of(lambda: Checkpoint(folders[dist.get_rank()]).weights())
 
 
 def test_machines_with_other_checkpoints_of_a_name_are_rejected(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
