@@ -170,8 +170,8 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "Permute.apply(outputs, order, inverse)", "fuzz", "step dp2 mixtral"),
         ("load_of_one_rank", "    all_reduce(counts, None)\n", "", "test_experts"),
         ("bias_in_the_weights", "weights = scores.gather(1, chosen)",
-         "weights = (scores + self.get_parameter(BIAS)).gather(1, chosen)", "test_experts", "step dp2 dots1"),
-        ("bias_falls_for_few", "(means - counts).sign()", "(counts - means).sign()", "test_experts"),
+         "weights = (scores + self.get_parameter(BIAS)).gather(1, chosen)", "fuzz", "step dp2 dots1"),
+        ("bias_falls_for_few", "(means - counts).sign()", "(counts - means).sign()", "test_fuzz"),
         ("router_in_bfloat16", "logits.softmax(-1, dtype=wide)", "logits.softmax(-1)",
          "test_experts")],
     "workbench/pipelines/executor.py": [

@@ -7,6 +7,7 @@ import pytest
 from conformance.fuzz import programs
 from conformance.fuzz.cases import CASES, SEED, SIMPLE, Case, draw_case
 from conformance.fuzz.check import check
+from conformance.models import FAMILIES
 from conformance.worker_pool import WorkerPool
 
 MODEL = SIMPLE["model"] | {
@@ -23,7 +24,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
     config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
     config |= {"training.adam_eps": 1e-4}
     for key, value in changes.items():
-        section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "sequence")) else "training"
+        section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "ep_", "sequence")) else "training"
         section = "checkpoint" if key == "async_save" else section
         config[f"{section}.{key}"] = value
     return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
@@ -63,6 +64,8 @@ CORNERS: dict[str, Case] = {
     "one place of a tied matrix is frozen": {
         "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
     },
+    "moving biases of routers": case_of(dp=2, ep_size=2, router_bias_rate=0.1)
+    | {"model": MODEL | {"family": "dots1", **FAMILIES["dots1"][0]}},
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),

@@ -99,8 +99,7 @@ def test_records_and_weights_are_those_of_the_paper_with_transformers(
     assert records[0]["margin"] == 0
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[2]["accuracy"] > 0.5
-    for name, weight in expected_weights.items():
-        assert_close(weights[name], weight, what=name)
+    assert_close(weights, expected_weights)
 
 
 def pairs_of(folder: Path, tmp_path: Path, records: list[Any], length: int) -> tuple[PreTrainedTokenizerBase, Any]:

@@ -50,7 +50,7 @@ def train_reference(
     model: nn.Module, training: Training, steps: int, statistics: Callable[[], dict[str, Tensor]]
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Train with torch's AdamW on the mean of the "loss" that `statistics` computes before each step. Returns the means
-    of all statistics, and the weights at the end.
+    of all statistics with the gradient norms, and the weights at the end.
     """
     parameters, records = list(model.parameters()), list[dict[str, float]]()
     optimizer = torch_adamw(parameters, training)
@@ -58,7 +58,7 @@ def train_reference(
         optimizer.zero_grad()
         means = {name: each.double().mean() for name, each in statistics().items()}
         means["loss"].backward()
-        nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or math.inf)
+        means["grad_norm"] = nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or math.inf)
         optimizer.step()
         records.append({name: each.item() for name, each in means.items()})
     return records, {name: parameter.detach() for name, parameter in model.named_parameters()}

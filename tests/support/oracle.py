@@ -1,7 +1,7 @@
 """Reference for all comparisons: that of `conformance`, for picotron's configs, weights and data."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from conformance.case import Batch, Case
+from conformance.case import Case
 from conformance.compare import relative_error
 from conformance.experts import named_as
-from conformance.models import EXACT_EXPERTS, biases, move_biases, with_exact_norms
+from conformance.models import EXACT_EXPERTS, with_exact_norms
 from conformance.models import small_config as tiny_llama
-from conformance.reference import adamw, train
+from conformance.reference import adamw
 from picotron.config import Config, Distributed, Training
 from picotron.data.loader import TextRows
 from picotron.model.families import differences
@@ -104,39 +104,11 @@ def random_rows(config: Config, **arguments: int) -> TextRows:
     return TextRows(random_tokens(**arguments), config.training.seq_length)
 
 
-def oracle_training(
-    config: Config,
-    model_config: PreTrainedConfig,
-    tokens: np.ndarray,
-    frozen: Callable[[str], bool] = lambda name: False,
-) -> dict[str, Any]:
-    """Train on one process, without shuffling the data. `frozen` says whether the parameter of a name is frozen.
-
-    Returns:
-        The losses, the gradient norms, the gradients of the first step and the final weights.
-    """
-    training, batch, length = config.training, config.global_batch_size, config.training.seq_length
-    model = oracle_model(model_config, our_model(model_config, seed=training.seed).state_dict())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen(name))
-    windows = torch.stack([
-        torch.from_numpy(tokens[i : i + length + 1].astype(np.int64)) for i in range(0, len(tokens) - length, length)
-    ])  # fmt: skip
-
-    def batch_of(step: int) -> Batch:
-        if step:
-            move_biases(model, training.router_bias_rate)
-        rows = windows[step * batch : (step + 1) * batch]
-        return {"input_ids": rows[:, :-1], "target_ids": rows[:, 1:]}
-
-    found = train(model, case_of(training), batch_of)
-    move_biases(model, training.router_bias_rate)
-    found.weights |= biases(model)
-    names = list(our_model(model_config).state_dict())
-    numbers = {name: getattr(found, name) for name in ("losses", "grad_norms")}
-    return numbers | {"weights": named_as(names, found.weights), "gradients": named_as(names, found.gradients[0])}
-
-
 def assert_close(actual: Any, expected: Any, relative: float = 1e-9, what: str = "") -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), f"{what}: {actual.keys() ^ expected.keys()}"
+        for name, each in expected.items():
+            assert_close(actual[name], each, relative, f"{what} {name}")
+        return
     error = relative_error(actual, expected)
     assert error <= relative, f"{what}: off by {error:.3e}"

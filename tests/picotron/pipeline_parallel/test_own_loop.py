@@ -3,6 +3,7 @@ does: it neither divides the loss by the number of micro-batches nor calls finis
 require_backward_grad_sync to True on the last stage in any case, and to False only if there are replicas.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.optimizer import clip_grad_norm
 from picotron.pipeline_parallel.pp_communications import bidirectional_pipeline_communicate, pipeline_communicate
-from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama, torch_adamw
+from tests.support.examples import train_reference
+from tests.support.oracle import assert_close, oracle_model, our_model, tiny_llama
 from tests.support.training import CPU, Loader, all_stages, batches, pipeline_config, wrapped
 from workbench.variants.choose import make_optimizer
 
@@ -87,48 +89,41 @@ def train(config: Config) -> dict[str, Any]:
     model_config = tiny_llama(**MODEL)
     model = wrapped(config, model_config, torch.float64, as_train=True)
     optimizer, grid = make_optimizer(model, config), pgm.process_group_manager
-    losses, norms = [], []
+    losses, norms = list[float](), list[float]()
     for step in range(STEPS):
         loader = Loader(data_of(step, grid.dp_rank))
         found = own_1f1b(model, loader, (2, 16, model_config.hidden_size), CPU, torch.float64)
         loss = torch.tensor(found, dtype=torch.float64)
         all_reduce(loss, grid.pp_group)
         all_reduce(loss, grid.dp_group, torch.distributed.ReduceOp.AVG)
-        losses.append(loss)
-        norms.append(clip_grad_norm(model, config.training.max_grad_norm))
+        losses.append(loss.item())
+        norms.append(clip_grad_norm(model, config.training.max_grad_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "weights": all_stages(model.module.module, "data")}
 
 
-def train_transformers(config: Config) -> dict[str, Any]:
-    """Train transformers' model on one process, on the data of all ranks."""
-    model_config, dp = tiny_llama(**MODEL), config.distributed.dp_size
+def train_transformers(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train transformers' model on one process, on the data of all ranks. The loss is the sum of the micro-batches."""
+    model_config, steps = tiny_llama(**MODEL), itertools.count()
     model = oracle_model(model_config, our_model(model_config, seed=config.training.seed).state_dict())
-    optimizer = torch_adamw(model.parameters(), config.training)
-    losses, norms = [], []
-    for step in range(STEPS):
-        data = [batch for rank in range(dp) for batch in data_of(step, rank)]
-        found = [
-            F.cross_entropy(model(input_ids=each["input_ids"]).logits.flatten(0, 1), each["target_ids"].flatten())
-            for each in data
-        ]
-        loss = torch.stack(found).mean()
-        (M * loss).backward()
-        losses.append(loss.detach())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_grad_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": dict(model.named_parameters())}
+
+    def statistics() -> dict[str, Tensor]:
+        step = next(steps)
+        data = [batch for rank in range(config.distributed.dp_size) for batch in data_of(step, rank)]
+        logits = [model(input_ids=each["input_ids"]).logits.transpose(1, 2) for each in data]
+        losses = [F.cross_entropy(found, each["target_ids"]) for found, each in zip(logits, data, strict=True)]
+        return {"loss": M * torch.stack(losses)}
+
+    return train_reference(model, config.training, STEPS, statistics)
 
 
 @pytest.mark.parametrize("engine", ["naive", "bucket", "zero1", "zero3"])
 @pytest.mark.parametrize(("pp", "dp"), [(3, 1), (2, 2)])
 def test_the_loop_equals_transformers(pool: WorkerPool, engine: str, pp: int, dp: int) -> None:
     config = pipeline_config("1f1b", pp, M, dp_size=dp, dp_engine=engine, training__max_grad_norm=0.5)
-    expected = train_transformers(config)
+    records, weights = train_transformers(config)
     for found in pool.run(train, pp * dp, config):
-        for kind in ("losses", "norms"):
-            assert_close(torch.stack(found[kind]), torch.stack(expected[kind]), what=kind)
-        for name, weight in found["weights"].items():
-            assert_close(weight, expected["weights"][name], what=name)
+        assert_close(found["losses"], [record["loss"] / M for record in records], what="losses")
+        assert_close(found["norms"], [record["grad_norm"] for record in records], what="norms")
+        assert_close(found["weights"], weights)

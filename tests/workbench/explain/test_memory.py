@@ -1,12 +1,11 @@
 """Estimates of memory, checked against the bytes that models, optimizers and autograd hold."""
 
-from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 
 from conformance.models import small_config
@@ -15,66 +14,13 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
-from picotron.model.weights import initial_weights
-from picotron.process_group_manager import setup_process_group_manager
-from tests.support.memory import LiveBytes
+from tests.support.memory import LiveBytes, SavedBytes
 from tests.support.oracle import make_config, random_rows, tiny_llama
+from tests.support.training import CPU, step_of, wrapped
 from workbench.explain.explain import bytes_held, route_evenly
 from workbench.explain.memory import rank_memory
-from workbench.pipelines.engine import check_layout, make_train_step, plan_pipeline
-from workbench.variants.choose import build_model, make_optimizer
-
-CPU = torch.device("cpu")
-
-
-class SavedBytes:
-    """Counter of the bytes that autograd saves for backward. Each storage counts once, with the bytes it has when the
-    next tensor is saved or read: selective recomputation empties storages.
-
-    Args:
-        model: module whose weights do not count. (ZeRO-3 replaces them by gathered ones while modules run.)
-
-    Attributes:
-        current: bytes saved now.
-        peak: maximum of `current`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.uses: Counter[int] = Counter()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self.peak = 0
-
-    @property
-    def current(self) -> int:
-        return sum(self.storages[key].nbytes() for key, uses in self.uses.items() if uses)
-
-    def pack(self, tensor: Tensor) -> Any:
-        self.peak = max(self.peak, self.current)
-        storage = tensor.untyped_storage()
-        weights = (weight for module in self.model.modules() for weight in module._parameters.values())
-        if any(storage._cdata == w.untyped_storage()._cdata for w in weights if w is not None) or storage.nbytes() == 0:
-            return tensor
-        return SavedTensor(self, tensor)
-
-    def unpack(self, saved: Any) -> Tensor:
-        self.peak = max(self.peak, self.current)
-        return saved.tensor if isinstance(saved, SavedTensor) else saved
-
-
-class SavedTensor:
-    """A tensor that counts from now until autograd releases it."""
-
-    def __init__(self, counter: SavedBytes, tensor: Tensor) -> None:
-        self.counter, self.tensor, storage = counter, tensor, tensor.untyped_storage()
-        self.key = storage._cdata
-        counter.storages[self.key] = storage
-        counter.uses[self.key] += 1
-
-    def __del__(self) -> None:
-        self.counter.uses[self.key] -= 1
-        if self.counter.uses[self.key] == 0:
-            del self.counter.storages[self.key], self.counter.uses[self.key]
+from workbench.pipelines.engine import check_layout
+from workbench.variants.choose import make_optimizer
 
 
 class CountedPair(tuple):
@@ -99,18 +45,13 @@ def count_gradients_of_loss(saved: SavedBytes) -> Any:
 
 def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     """Run a training step. Returns the bytes that this rank holds afterwards, and the peak of its activations."""
-    layout, dtype = config.distributed, getattr(torch, config.model.dtype)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    plan = plan_pipeline(config, model_config)
-    model = build_model(
-        config, model_config, plan.wrap, CPU, dtype, initial_weights(model_config, config.training.seed)
-    )
+    dtype = getattr(torch, config.model.dtype)
+    model = wrapped(config, model_config, dtype)
     route_evenly(model)
     parameters = list(model.parameters())
-    optimizer = make_optimizer(model, config)
-    step = make_train_step(config, plan, CPU, dtype)
+    optimizer, step = make_optimizer(model, config), step_of(config, model_config, dtype)
     saved = SavedBytes(model)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), count_gradients_of_loss(saved):
+    with saved.hooks(), count_gradients_of_loss(saved):
         step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
     assert saved.current == 0
     optimizer.step()
@@ -171,11 +112,9 @@ def test_estimated_memory_matches_measured_bytes(
 
 
 def peak_of_step(config: Config, model_config: LlamaConfig) -> int:
-    setup_process_group_manager(1, 1, 1, 1)
-    plan, weights = plan_pipeline(config, model_config), initial_weights(model_config, config.training.seed)
-    model = build_model(config, model_config, plan.wrap, CPU, torch.float32, weights)
+    model = wrapped(config, model_config, torch.float32)
     route_evenly(model)
-    step = make_train_step(config, plan, CPU, torch.float32)
+    step = step_of(config, model_config, torch.float32)
     loader = MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU)
     with LiveBytes([*model.parameters(), *model.gradient_buffers()]) as live:
         step(model, loader)

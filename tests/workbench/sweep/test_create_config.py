@@ -245,8 +245,6 @@ def test_best_writes_the_fastest_layouts_with_their_forecasts(
         assert layout["sequence_parallel"] == (layout["tp_size"] > 1)
         assert data["training"]["gradient_accumulation_steps"] * layout["dp_size"] == 16
     assert len(layouts) == len(expected) == 3
-    every = create(tmp_path, *EIGHT, "--mbs", 1, "--use_cpu", "false", exp_name="every")  # without recomputation
-    assert min(each["step_time"] for each in forecasts(every).values()) >= expected[0]
 
 
 def test_best_without_hardware_measures_this_machine(
@@ -276,8 +274,6 @@ def test_a_gpu_means_bfloat16_and_no_cpu(tmp_path: Path, capsys: pytest.CaptureF
     own, output = plan("own", "--config", "template/base_config.json")
     assert "Forecast in float32 on NVIDIA" in output
     assert own[0] > 5 * times[0]
-    same, _ = plan("same", "--config", "template/base_config.json", "--model.dtype", "bfloat16", "--use_cpu", "false")
-    assert same == times
 
 
 def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

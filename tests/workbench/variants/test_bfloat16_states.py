@@ -13,13 +13,11 @@ from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import Index, main_grad, placement
 from picotron.model.weights import copy_part
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import Run, first_half, run_config
-from tests.support.oracle import drawn_weights, make_config, tiny_llama
-from tests.support.training import CPU, all_stages
-from workbench.pipelines.engine import plan_pipeline
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import all_stages, wrapped
 from workbench.variants.bfloat16_states import BFloat16AdamW, random_bits, round_stochastically
-from workbench.variants.choose import build_model, make_optimizer
+from workbench.variants.choose import make_optimizer
 
 STATES = ["bfloat16_moments", "bfloat16"]
 
@@ -82,10 +80,8 @@ def weights_after_updates(config: Config, expected: dict[str, Tensor] | None) ->
     Returns:
         The full weights, or if `expected` is given the names of this rank's parameters that differ from it.
     """
-    layout, model_config = config.distributed, tiny_llama(num_attention_heads=8, tie_word_embeddings=True)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    plan = plan_pipeline(config, model_config)
-    model = build_model(config, model_config, plan.wrap, CPU, torch.bfloat16, drawn_weights(model_config, 1))
+    model_config = tiny_llama(num_attention_heads=8, tie_word_embeddings=True)
+    model = wrapped(config, model_config, torch.bfloat16)
     llama, optimizer = unwrap(model), make_optimizer(model, config)
 
     def gradient(name: str, shape: torch.Size, index: Index) -> Tensor:

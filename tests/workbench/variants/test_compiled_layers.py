@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.memory import SavedBytes
 from tests.support.oracle import CPU, assert_close, our_model, tiny_llama
 from workbench.pipelines.split_backward import split_backward
 from workbench.variants.packed import PackedDocuments, packed_attention
@@ -14,17 +15,10 @@ from workbench.variants.recompute import recompute_cheap_results
 
 def saved_and_gradients(layer: nn.Module, x: Tensor, tables: Tensor) -> tuple[float, list[Tensor]]:
     """Numbers that autograd saves per token of x (B, T, D), and the gradients of x and of the parameters."""
-    weights = {weight.untyped_storage()._cdata for weight in layer.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if (memory := tensor.untyped_storage())._cdata not in weights:
-            saved[memory._cdata] = memory
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved = SavedBytes(layer)
+    with saved.hooks():
         y = layer(x, *tables)
-    numbers = sum(memory.nbytes() for memory in saved.values()) / 8 / x[..., 0].numel()
+    numbers = saved.current / 8 / x[..., 0].numel()
     return numbers, list(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
 
 
