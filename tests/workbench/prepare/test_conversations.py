@@ -132,16 +132,13 @@ def test_a_turn_without_an_end_is_ended_or_named(
     assert [warning in line and "QUESTION" in line for line in lines] == [True] if warning else not lines
 
 
-def test_messages_of_tables_and_of_prompts_are_conversations(tmp_path: Path, folder: str) -> None:
+def test_messages_of_tables_are_conversations(tmp_path: Path, folder: str) -> None:
     with_template(folder, CHATML)
-    turn = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
-    file, sharegpt = tmp_path / "a.parquet", [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
-    for messages in ([USER, ANSWER], sharegpt):
-        for value in (messages, json.dumps(messages)):
-            pandas.DataFrame([{"chat": value, "weight": 1.0, "other": 5}]).to_parquet(file)
-            assert counted(config_of(str(file), folder, **CHAT)) == [f"{turn}[[A<|im_end|>\n]]"]
-    pandas.DataFrame([{"q": [USER, ANSWER, USER], "a": [ANSWER]}]).to_parquet(file)
-    assert counted(config_of(str(file), folder)) == [f"{turn}A<|im_end|>\n{turn}[[A<|im_end|>\n]]"]
+    for value in ([USER, ANSWER], json.dumps([{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}])):
+        table = pandas.DataFrame([{"chat": value, "weight": 1.0, "other": 5}])
+        table.to_parquet(file := tmp_path / "a.parquet")
+        (found,) = counted(config_of(str(file), folder, **CHAT))
+        assert found == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[[A<|im_end|>\n]]"
 
 
 def test_records_of_weight_0_are_left_out(folder: str) -> None:

@@ -1,6 +1,4 @@
-"""Micro-batches: the order of samples does not depend on the layout, a resume trains on the same rows; and the bytes of
-rows, by which losses of any tokenizer can be compared.
-"""
+"""Rows: epochs, training and evaluation, fingerprints; and their bytes, by which losses of any tokenizer are compared."""
 
 import json
 from pathlib import Path
@@ -12,11 +10,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
-from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from picotron.data.loader import MicroBatchDataLoader, TextRows, epoch_order
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.data.loader import TextRows, epoch_order
 from tests.support.oracle import make_config, random_tokens, tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
@@ -28,25 +24,8 @@ from workbench.variants.whole import MaskedRows, WholeText
 CPU = torch.device("cpu")
 
 
-def rows(config: Config, steps: int, start: int) -> list[list[int]]:
-    """Return the first input token of each row of each micro-batch; token i of the stream is i."""
-    setup_process_group_manager(1, 1, 1, config.distributed.dp_size)
-    loader = MicroBatchDataLoader(TextRows(np.arange(1001, dtype=np.uint16), 10), config, CPU, start)
-    return [next(loader)["input_ids"][:, 0].tolist() for _ in range(steps * loader.grad_acc_steps)]
-
-
 def sample_config(**changes: Any) -> Config:
     return make_config(**{"training__seq_length": 10} | changes)
-
-
-def test_ranks_read_the_rows_of_a_global_batch_in_order(pool: WorkerPool) -> None:
-    """Sample s * 12 + (i * 2 + rank) * 3 + b is row b of micro-batch i of a rank; 30 steps cross 3 epochs."""
-    order = [10 * int(w) for epoch in range(4) for w in epoch_order(100, 42, epoch)]
-    config = sample_config(dp_size=2, training__micro_batch_size=3, training__gradient_accumulation_steps=2)
-    for rank, got in enumerate(pool.run(rows, 2, config, 17, 12 * 13)):
-        for k, batch in enumerate(got):
-            first = (13 + k // 2) * 12 + (k % 2 * 2 + rank) * 3
-            assert batch == order[first : first + 3]
 
 
 def test_an_epoch_has_every_window_once_and_epochs_differ() -> None:

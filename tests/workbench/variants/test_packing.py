@@ -104,8 +104,3 @@ def test_samples_keep_their_order_within_a_row_and_the_rows_the_order_of_the_dat
     row_starts = [row.input_ids[0] for row in map(rows.__getitem__, range(len(rows)))]
     assert row_starts == sorted(row_starts)
     assert sum(a > b for a, b in itertools.pairwise(first)) < len(rows)
-
-
-def test_another_mask_is_another_data_set() -> None:
-    one, other = (samples_of([([1, 2, 3], mask), ([4, 5], [1, 1])]) for mask in ([0, 1, 1], [0, 0, 1]))
-    assert pack_samples(one, 8).rows.identity()[0] != pack_samples(other, 8).rows.identity()[0]
