@@ -1,4 +1,4 @@
-"""Rows: epochs, training and evaluation, fingerprints; and their bytes, by which losses of any tokenizer are compared."""
+"""Rows: epochs, training and evaluation, fingerprints; and their bytes, by which losses of tokenizers are compared."""
 
 import json
 from pathlib import Path
