@@ -9,8 +9,6 @@ To make waiting short, collectives time out after 20 seconds instead of gloo's 3
 import contextlib
 import datetime
 import itertools
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -60,10 +58,6 @@ def in_step_3(action: Callable[[Any], None], rank: int = 1) -> Callable[..., Ten
 
 def fail(model: Any) -> None:
     raise RuntimeError("cannot read the next batch")
-
-
-def kill(model: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sleep(model: Any) -> None:
@@ -149,7 +143,6 @@ class Broken(NamedTuple):
 
 MISTAKES = {
     "rank_raises": Broken("In step 3, rank 1 raises an exception.", {STEP: in_step_3(fail)}),
-    "rank_killed": Broken("In step 3, rank 1 gets a SIGKILL.", {STEP: in_step_3(kill)}),
     "rank_stuck": Broken("In step 3, rank 1 sleeps for an hour.", {STEP: in_step_3(sleep)}),
     "collective_on_one_rank": Broken(
         "In step 3, rank 0 alone calls all_reduce.", {STEP: in_step_3(count_tokens, rank=0)}

@@ -1,6 +1,6 @@
 """Traffic and memory of a training step of the quickstart's model, counted and by formula:
 
-    python -m docs.programs.count data_parallel        (or tensor_parallel, context_parallel, zero)
+    python -m docs.programs.count tensor_parallel        (or context_parallel, zero)
 
 The step is that of train.py, run by one rank in a fake process group (`workbench.explain.fake_group`). Numbers are
 float32. In the formulas, a micro-batch has B sequences of T tokens; the model has L layers, hidden size D, intermediate
@@ -57,15 +57,6 @@ def traffic(config: Config, axis: str = "") -> Traffic:
 def number_of_parameters() -> int:
     with fake_rank(0, CONFIG.distributed):
         return sum(p.numel() for p in stage_of(CONFIG).parameters())
-
-
-def gradients_sent() -> Iterator[Row]:
-    """Traffic of a rank per step. Formula: 2 (dp - 1)/dp P numbers."""
-    P = 4 * number_of_parameters() / MIB
-    yield "", "micro-batches", "collectives", "counted, MiB", "formula, MiB"
-    for engine, dp, m in (("naive", 2, 1), ("bucket", 2, 1), ("bucket", 2, 4), ("bucket", 4, 1), ("bucket", 8, 1)):
-        counts, mib = traffic(quickstart(dp_size=dp, dp_engine=engine, gradient_accumulation_steps=m))
-        yield f"dp {dp}, {engine}", m, counts.total(), sum(mib.values()), 2 * (dp - 1) / dp * P
 
 
 TP_LAYOUTS = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp_size, sequence_parallel
@@ -163,7 +154,6 @@ def keys_and_values_sent() -> Iterator[Row]:
 
 
 PAGES = {
-    "data_parallel": (gradients_sent,),
     "tensor_parallel": (hidden_states_sent, layer_kept),
     "context_parallel": (keys_and_values_sent,),
     "zero": (bytes_sent,),

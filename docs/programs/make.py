@@ -4,7 +4,7 @@
     python -m docs.programs.make docs/checkpoints.md  some pages
     python -m docs.programs.make --code               no command: only the code on all pages
 
-tests/docs/test_docs.py checks that outputs and code have not changed. A page can have four kinds of blocks:
+tests/docs/test_docs.py checks that outputs and code have not changed. A page can have five kinds of blocks:
 
     ```console                  a command, and its output, including stderr
     $ make help
@@ -16,6 +16,10 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
     <!-- code: picotron/data_parallel/data_parallel.py Bucket.reset Bucket.launch -->
     ```python                   the source of functions, methods or classes of a file, or all of it; with
     ...                         `, without docstring` before the end of the comment, without theirs
+    ```
+    <!-- file: sums.py -->
+    ```python                   a program of the page alone, which its commands run as this file
+    ...
     ```
 
 Comments before the other blocks are their options:
@@ -58,6 +62,7 @@ CODE = re.compile(
     r"```python\n(?P<shown>(?:(?!```).*\n)*)```$",
     re.MULTILINE,
 )
+PROGRAM = re.compile(r"^<!-- file: (\S+) -->\n```python\n((?:(?!```).*\n)*)```$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -104,9 +109,11 @@ class CommandFailed(Exception):
 
 
 class Workspace:
-    """A copy of the repository in a new home folder. As a context manager, it deletes the copy at the end."""
+    """A copy of the repository in a new home folder, with the programs of a page. As a context manager, it deletes the
+    copy at the end.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path = ROOT / "README.md") -> None:
         self.home = Path(tempfile.mkdtemp(prefix="picotron-docs-")).resolve()
         self.root = self.home / "picotron"
         list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -115,6 +122,8 @@ class Workspace:
             if (ROOT / name).exists():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
+        for name, program in PROGRAM.findall(page.read_text()):
+            (self.root / name).write_text(program)
         environment = self.root / ".venv"  # a folder of links, so that make considers it installed
         environment.mkdir()
         for path in Path(sys.prefix).iterdir():
@@ -234,7 +243,7 @@ def make(page: Path, wanted: Callable[[Block], bool]) -> None:
             shutil.copyfile(workspace.file(page, block.picture), page.parent / block.picture)
         return match[0] if block.shown is None else match[0].removesuffix(block.shown + "```") + output + "```"
 
-    with Workspace() as workspace:
+    with Workspace(page) as workspace:
         page.write_text(paste_code(BLOCK.sub(run, page.read_text())))
 
 

@@ -1,11 +1,11 @@
-"""Pictures with a time axis, simulated:
+"""Pictures of times, simulated or by formula:
 
 python -m docs.programs.time_pictures buckets --out docs/pictures/buckets.svg
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -14,15 +14,19 @@ from benchmarks.torch_schedules import CLASSES, torch_programs
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
 from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
-from docs.programs.tutor import LEVELS
+from docs.solutions.axes import H100, NETWORK, NVLINK
+from picotron.config import Model
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
+from picotron.model.families import part_parameters
 from workbench.drawing.draw_svg import COLOURS, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.fake_group import fake_rank
+from workbench.run.model_config import load_model_config
 from workbench.schedules.actions import Schedule
 from workbench.schedules.nccl_step import simulate_nccl
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build
+from workbench.schedules.search import fastest_schedule
 from workbench.schedules.simulate import Costs, Timeline, memory_curves, simulate, summary
 
 # Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
@@ -176,8 +180,9 @@ def schedules(pp: int = 4, micro_batches: int = 8) -> str:
 
 def puzzle() -> str:
     """Draw the schedule that the search finds for level 7 of the Pipeline Schedule Tutor."""
-    level = LEVELS["ragged"]
-    return compared({level.name: simulate(level.solve().schedule, level.costs)}, "slots")
+    costs = Costs(B=1, I=1, W=9)  # W is too long to use
+    found = fastest_schedule(pp=3, micro_batches=4, memory=3, options={(2, "loop"): costs})
+    return compared({"7. Ragged rounds": simulate(found.schedule, costs)}, "slots")
 
 
 def stall(name: str = "interleaved_1f1b", pp: int = 4, micro_batches: int = 8) -> str:
@@ -266,5 +271,44 @@ def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     return str(picture)
 
 
+MODEL, RANKS = "docs/llama-3.1-8b", 8
+PLACES = {"NVLink": H100 / NVLINK, "network": H100 / NETWORK}  # FLOPs per byte
+
+
+def rules() -> dict[str, Callable[[float, int], float]]:
+    """Return the ratio of each axis, for FLOPs per byte and the number of tokens of a micro-batch on one rank."""
+    model = load_model_config(Model(name=MODEL))
+    layer, D, layers = part_parameters(model)[0], model.hidden_size, model.num_hidden_layers
+    return {
+        "dp, gradients": lambda ratio, t: 2 * ratio / t,
+        "zero3, weights and gradients": lambda ratio, t: 1.5 * ratio / t,
+        f"tp {RANKS}, hidden states": lambda ratio, t: 4 * ratio * RANKS * D / layer,
+        f"cp {RANKS}, keys and values": lambda ratio, t: 2 * ratio * model.num_key_value_heads / model.num_attention_heads / t,
+        f"pp {RANKS}, hidden states": lambda ratio, t: 2 / 3 * ratio * D / (layers // RANKS * layer),
+    }  # fmt: skip
+
+
+def axis_rules() -> str:
+    """Draw the five rules of docs/when_an_axis_pays.md, from the rates of an H100's data sheet: the ratio of an axis's
+    messages to the computation beside them, of which only matrix products count, over the number of tokens. Both axes
+    are logarithmic: tokens from 256 to 65,536, and ratios from 0.001 to 1,000. In the grey area, computation hides the
+    messages.
+    """
+    left, top, height = 54.0, 2.0 * LINE + 10, 396.0
+    svg, width = Svg(WIDTH, top + height + 2 * LINE + 10), (WIDTH - 2 * 54 - 60) / 2
+    for i, (colour, name) in enumerate(zip(RUNS, rules(), strict=True)):
+        svg.keys(left + i % 3 * 300, i // 3 * LINE, (colour, name))
+    for i, (name, ratio) in enumerate(PLACES.items()):
+        panel = Panel(svg, left + i * (width + 84), top, width, height, (8, 16), (-3, 3))
+        svg.frame(panel.left, top + height / 2, width, height / 2)
+        panel.scales({e: f"{2**e:,}" for e in range(8, 17, 2)}, {e: f"{10.0**e:g}" for e in range(-3, 4)})
+        for colour, rule in zip(RUNS, rules().values(), strict=True):
+            panel.line([(e, math.log10(rule(ratio, 2**e))) for e in range(8, 17)], colour)
+        svg.text(panel.left + 6, top + 18, name, "title")
+    caption = "tokens of a micro-batch on a rank; upwards: time of messages / time of computation"
+    svg.text(left, top + height + 2 * LINE, caption)
+    return str(svg)
+
+
 if __name__ == "__main__":
-    main(__doc__, buckets, schedules, animated_1f1b, trade_off, puzzle, stall)
+    main(__doc__, axis_rules, buckets, schedules, animated_1f1b, trade_off, puzzle, stall)

@@ -18,7 +18,7 @@ def pages_with(speed: str) -> list[Path]:
 
 def check_outputs(page: Path, *speeds: str) -> None:
     """Run the blocks with these speeds in order. They must print what the page shows."""
-    with Workspace() as workspace:
+    with Workspace(page) as workspace:
         for block in blocks(page):
             if block.speed not in speeds:
                 continue
