@@ -1,10 +1,13 @@
 """Pictures of the learner's answers."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from docs.programs.svg import CHARACTER, LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import RANKS
 from puzzles.report import RED
+from workbench.drawing.draw_svg import CHARACTER, LINE, WIDTH, Svg
 
 PALE = "#cfe3f5"
 
@@ -39,18 +42,41 @@ def rows(title: str, lines: Sequence[tuple[str, Sequence[Cell]]], note: str = ""
     return str(picture)
 
 
-def compared(title: str, results: Sequence[Sequence[float]], expected: Sequence[float]) -> str:
-    """Draw each rank's numbers, wrong ones in red."""
+def numbers(result: Any) -> list[float]:
+    """Return the numbers of a vector; none of any other result."""
+    return result.tolist() if getattr(result, "ndim", 0) == 1 else []
+
+
+def compared(
+    title: str, results: Mapping[str, Sequence[float]], expected: Sequence[float], note: str = "Red: wrong."
+) -> str:
+    """Draw numbers by whose they are, wrong ones in red, above those that are expected."""
     lines = []
-    for rank, numbers in enumerate(results):
-        wrong = [
-            i >= len(expected) or not abs(x - expected[i]) <= 1e-9 * abs(expected[i]) for i, x in enumerate(numbers)
-        ]
-        cells = [Cell(f"{x:g}", RED if bad else PALE) for x, bad in zip(numbers, wrong, strict=True)]
-        lines.append((f"rank {rank}", cells))
-    lines.append(("expected", [Cell(f"{x:g}", "#ffffff") for x in expected]))
-    return rows(
-        title,
-        lines,
-        "Red: wrong. Rank r adds (i + 1) 100^r to number i, so the digits show whose numbers are in a sum.",
-    )
+    for label, found in results.items():
+        pairs = itertools.zip_longest(found, expected[: len(found)], fillvalue=math.nan)
+        wrong = [not abs(x - right) <= 1e-9 * max(1.0, abs(right)) for x, right in pairs]
+        lines.append((label, [Cell(f"{x:.6g}", RED if bad else PALE) for x, bad in zip(found, wrong, strict=True)]))
+    lines.append(("expected", [Cell(f"{x:.6g}", "#ffffff") for x in expected]))
+    return rows(title, lines, note)
+
+
+def verdicts(title: str, right: Mapping[str, bool], lines: Sequence[tuple[str, Sequence[Cell]]] = ()) -> str:
+    """Draw which parts of a result are right, below other lines."""
+    boxes = [(name, [Cell("right" if ok else "wrong", PALE if ok else RED, 3)]) for name, ok in right.items()]
+    return rows(title, [*lines, *boxes])
+
+
+def messages(logs: Sequence[Sequence[tuple[int, int]]], unit: float, size: str) -> str:
+    """Draw the messages of all ranks.
+
+    Args:
+        logs: receiver and numbers of each message that a rank sends.
+        unit: numbers for which a box says 1.
+        size: what it says.
+    """
+    lines = [
+        (f"rank {rank} sends", [Cell(f"{count / unit:g} to {to}", colour_of(to)) for to, count in log if count])
+        for rank, log in enumerate(logs)
+    ]
+    note = f"Each box is a message: its {size}, and its receiver (also its colour)."
+    return rows(f"Messages of {len(logs)} ranks", lines, note)

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from docs.programs.svg import RUNS, WIDTH, Panel, Svg
+from docs.programs.svg import RUNS, Panel
+from workbench.drawing.draw_svg import WIDTH, Svg
 
 LEFT, TOP, HEIGHT, GAP = 60, 20, 220, 50  # pixels
 
@@ -54,7 +55,7 @@ def draw(folders: list[Path], diagrams: tuple[Curves, ...], nested: bool) -> Svg
                 panel.line(points, RUNS[i], thickness + nested * 5 * (len(runs) - 1 - i))
         svg.text(LEFT + 8, top + 18, diagram.title)
     bottom = TOP + len(diagrams) * (HEIGHT + GAP) - 12
-    x = svg.keys(LEFT, bottom, *((colour, folder.name) for colour, folder in zip(RUNS, folders, strict=False)))
+    x, _ = svg.keys(LEFT, bottom, *((colour, folder.name) for colour, folder in zip(RUNS, folders, strict=False)))
     svg.text(x + 10, bottom + 14, "horizontal: step")
     return svg
 

@@ -13,9 +13,10 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig
 
 from benchmarks.shapes import SHAPES
-from docs.programs.svg import LINE, TENSORS, WIDTH, Svg, main
+from docs.programs.svg import TENSORS, main
 from picotron.config import Model
 from workbench.console import text_table
+from workbench.drawing.draw_svg import LINE, WIDTH, Svg
 from workbench.explain.hardware import HARDWARE
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.pipelines.engine import check_layout

@@ -4,12 +4,12 @@ python -m docs.programs.pictures shards --out docs/pictures/shards.svg
 """
 
 from conformance.worker_pool import WorkerPool
+from docs.programs import svg
 from docs.programs.collectives import COLLECTIVES, before_and_after
-from docs.programs.quickstart import quickstart, stage_of
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
+from docs.programs.quickstart import layer_shards, quickstart
+from docs.programs.svg import RANKS, main
 from picotron.context_parallel.context_parallel import local_positions, visible_blocks
-from picotron.model.placement import Shard, placement
-from workbench.drawing.draw_svg import lighter
+from workbench.drawing.draw_svg import LINE, WIDTH, Svg, lighter
 from workbench.explain.fake_group import fake_rank
 
 
@@ -18,7 +18,7 @@ def collectives(n: int = 4) -> str:
     size, row, left, arrow, panel = 44, 34, 64, 44, 496
     height = n * row + 2 * LINE + 10
     picture = Svg(WIDTH, 4 * height + 2 * LINE)
-    x = picture.keys(0, 0, *((RANKS[rank], f"from rank {rank}") for rank in range(n)))
+    x, _ = picture.keys(0, 0, *((RANKS[rank], f"from rank {rank}") for rank in range(n)))
     picture.text(x, 14, "four colours: a sum over the ranks")
     picture.text(0, LINE + 17, "Left: before the call. Right: after it. The number of block b of rank r is 10 r + b.")
     pool = WorkerPool()
@@ -47,35 +47,15 @@ def collectives(n: int = 4) -> str:
 
 def matrices(tp: int = 4) -> str:
     """Draw the matrices of a layer to scale, with the shard of each rank."""
-    config, shards_of = quickstart(tp_size=tp), dict[str, dict[int, Shard]]()
-    shapes = {}
-    for rank in range(tp):
-        with fake_rank(rank, config.distributed):
-            layer = stage_of(config).module.model.layers["0"]
-            for name, parameter in layer.named_parameters():
-                shard = placement(parameter).shard
-                if shard is not None:
-                    shards_of.setdefault(name.split(".")[1], {})[rank] = shard
-                    shapes[name.split(".")[1]] = shard.full_shape(parameter.shape)
-    gap, top = 48, 3 * LINE
-    scale = (WIDTH - gap * (len(shapes) - 1)) / sum(columns for _, columns in shapes.values())
-    height = top + scale * max(rows for rows, _ in shapes.values())
-    picture, x = Svg(WIDTH, height + 2 * LINE), 0.0
-    for name, (rows, columns) in shapes.items():
-        axis = "rows" if shards_of[name][0].dim == 0 else "columns"
-        for i, line in enumerate((name, f"{rows} x {columns}", f"by {axis}")):
-            picture.text(x, 14 + 20 * i, line, "" if i else "title")
-        for rank, shard in shards_of[name].items():
-            start, size = shard.start * scale, (shard.stop - shard.start) * scale
-            title = f"{name}, rank {rank}: {axis} {shard.start} to {shard.stop - 1}"
-            if shard.dim == 0:
-                picture.box(x, top + start, columns * scale, size, RANKS[rank], title=title)
-            else:
-                picture.box(x + start, top, size, rows * scale, RANKS[rank], title=title)
-        x += columns * scale + gap
-    for rank in range(tp):
-        picture.box(90 * rank, height + LINE - 4, 80, LINE, RANKS[rank], f"rank {rank}")
-    return str(picture)
+    layer = layer_shards(tp)
+    parts = {
+        name: [
+            svg.Part(shard.dim, shard.start, shard.stop, RANKS[rank], str(rank), f"{name}, rank {rank}")
+            for rank, shard in enumerate(shards)
+        ]
+        for name, (_, shards) in layer.items()
+    }
+    return svg.matrices({name: shape for name, (shape, _) in layer.items()}, parts, f"Numbers: the {tp} tp ranks.")
 
 
 def block() -> str:

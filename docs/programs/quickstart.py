@@ -10,7 +10,9 @@ import torch
 
 from picotron.config import Config, Training
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model.placement import Shard, placement
 from picotron.model.weights import initial_weights
+from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.modules import LlamaStages
 from workbench.run.config_reader import load_config
@@ -46,3 +48,15 @@ def stage_of(config: Config) -> LlamaStages:
     stage = model_of(config).module
     assert isinstance(stage, LlamaStages)
     return stage
+
+
+def layer_shards(tp: int) -> dict[str, tuple[torch.Size, list[Shard]]]:
+    """Return the full shapes of a layer's matrices, and the shards of each tp rank."""
+    config, found = quickstart(tp_size=tp), dict[str, tuple[torch.Size, list[Shard]]]()
+    for rank in range(tp):
+        with fake_rank(rank, config.distributed):
+            for name, parameter in stage_of(config).module.model.layers["0"].named_parameters():
+                if (shard := placement(parameter).shard) is not None:
+                    shape = torch.Size(shard.full_shape(parameter.shape))
+                    found.setdefault(name.split(".")[-2], (shape, []))[1].append(shard)
+    return found

@@ -4,8 +4,9 @@ python -m docs.programs.run_pictures axes --out docs/pictures/axes.svg
 """
 
 from docs.programs.quickstart import quickstart
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg, main
+from docs.programs.svg import RANKS, main
 from picotron import process_group_manager as pgm
+from workbench.drawing.draw_svg import LINE, WIDTH, Svg
 from workbench.explain.fake_group import fake_rank
 
 

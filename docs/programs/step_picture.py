@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 import train
-from docs.programs.svg import LINE, TENSORS, WIDTH, Svg
+from docs.programs.svg import TENSORS, Span, spans
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.optimizer import AdamW
@@ -47,7 +47,7 @@ ROWS = {  # by the groups of `axis_of`
 
 
 @dataclasses.dataclass
-class Span:
+class Call:
     """A box of the picture, in seconds."""
 
     row: str
@@ -57,47 +57,41 @@ class Span:
 
 
 class Recorder:
-    """The spans of each step of this rank."""
+    """The calls of each step of this rank."""
 
     def __init__(self) -> None:
-        self.steps: list[list[Span]] = [[]]
+        self.steps: list[list[Call]] = [[]]
 
-    def begin(self, row: str, name: str) -> Span:
-        span = Span(row, name, time.perf_counter(), 0)
-        self.steps[-1].append(span)
-        return span
+    def noting(self, function: Callable[..., Any], describe: Callable[..., tuple[str, str]]) -> Callable[..., Any]:
+        """Return a function that notes when it is called, and when it returns or (of messages) when it is waited for.
 
-    def computes(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another one, and notes its time."""
+        Args:
+            describe: function that returns the row and the name of a call.
+        """
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            span = self.begin("computes", name)
+            noted = Call(*describe(*arguments, **options), time.perf_counter(), 0)
+            self.steps[-1].append(noted)
             result = function(*arguments, **options)
-            span.end = time.perf_counter()
-            return result
+            noted.end = time.perf_counter()
+            if isinstance(result, list):
+                return [Noted(work, noted) for work in result]
+            return Noted(result, noted) if isinstance(result, dist.Work) else result
 
         return call
+
+    def computes(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.noting(function, lambda *_, **__: ("computes", name))
 
     def collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a collective that notes the time until it is waited for."""
-
-        def call(*arguments: Any, group: Any = None, **options: Any) -> Any:
-            span = self.begin(row_of(group or dist.group.WORLD), name)
-            work = function(*arguments, group=group, **options)
-            span.end = time.perf_counter()
-            return work and Noted(work, span)
-
-        return call
+        return self.noting(function, lambda *_, group=None, **__: (row_of(group or dist.group.WORLD), name))
 
     def messages(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `batch_isend_irecv` with the time until the last message has arrived."""
+        def describe(operations: list[dist.P2POp]) -> tuple[str, str]:
+            return row_of(operations[0].group), " and ".join(each.op.__name__ for each in operations)
 
-        def call(operations: list[dist.P2POp]) -> list[Any]:
-            span = self.begin(row_of(operations[0].group), " and ".join(each.op.__name__ for each in operations))
-            return [Noted(work, span) for work in function(operations)]
-
-        return call
+        return self.noting(function, describe)
 
 
 def row_of(group: Any) -> str:
@@ -108,12 +102,12 @@ def row_of(group: Any) -> str:
 class Noted:
     """The handle of a message, which notes when it has arrived."""
 
-    def __init__(self, work: Any, span: Span) -> None:
-        self.work, self.span = work, span
+    def __init__(self, work: Any, call: Call) -> None:
+        self.work, self.call = work, call
 
     def wait(self) -> None:
         self.work.wait()
-        self.span.end = time.perf_counter()
+        self.call.end = time.perf_counter()
 
 
 def record(out: Path, config: Config, model_config: PreTrainedConfig) -> None:
@@ -140,39 +134,32 @@ def record(out: Path, config: Config, model_config: PreTrainedConfig) -> None:
         out.write_text(draw(min(map(up_to_the_update, recorder.steps[2:-1]), key=duration)))
 
 
-def up_to_the_update(spans: list[Span]) -> list[Span]:
-    return spans[: next(i for i, span in enumerate(spans) if span.name == "update") + 1]
+def up_to_the_update(calls: list[Call]) -> list[Call]:
+    return calls[: next(i for i, noted in enumerate(calls) if noted.name == "update") + 1]
 
 
-def duration(spans: list[Span]) -> float:
-    return spans[-1].end - spans[0].start
+def duration(calls: list[Call]) -> float:
+    return calls[-1].end - calls[0].start
 
 
-def colour_of(span: Span) -> str:
+def colour_of(call: Call) -> str:
     """Return the colour of a computation, or of what a message carries."""
-    if span.row == "computes":
-        return COLOURS.get(span.name, TENSORS["optimizer"])
-    return COLOURS["R"] if span.row in ("cp_dp", "world") else TENSORS["activations"]
+    if call.row == "computes":
+        return COLOURS.get(call.name, TENSORS["optimizer"])
+    return COLOURS["R"] if call.row in ("cp_dp", "world") else TENSORS["activations"]
 
 
-def draw(spans: list[Span]) -> str:
-    """Draw the spans of a step."""
-    begin, left, row, gap = spans[0].start, 250, 30, 6
-    scale = (WIDTH - left - 10) / duration(spans)
-    picture = Svg(WIDTH, len(ROWS) * (row + gap) + LINE + 54)
-    for index, title in enumerate(ROWS.values()):
-        picture.text(0, LINE + index * (row + gap) + 21, title)
-        picture.frame(left, LINE + index * (row + gap), WIDTH - left - 10, row)
-    for span in spans:
-        title = f"{span.name}: {1000 * (span.end - span.start):.1f} ms"
-        x, width = left + (span.start - begin) * scale, max(1.5, (span.end - span.start) * scale)
-        y = LINE + [*ROWS].index(span.row) * (row + gap)
-        picture.box(x, y, width, row, colour_of(span), span.name if span.row == "computes" else "", title)
-    bottom = LINE + len(ROWS) * (row + gap)
-    every = max(10, round(100 * duration(spans), -1))  # about ten numbers
-    unit = "ms, sixteen processes on one machine"
-    picture.time_axis(left, bottom, scale / 1000, 1000 * duration(spans), int(every), unit)
-    return str(picture)
+def draw(calls: list[Call]) -> str:
+    """Draw the calls of a step."""
+    begin = calls[0].start
+    drawn = [
+        Span(
+            ROWS[call.row], 1000 * (call.start - begin), 1000 * (call.end - begin), colour_of(call),
+            call.name if call.row == "computes" else "", f"{call.name}: {1000 * (call.end - call.start):.1f} ms",
+        )
+        for call in calls
+    ]  # fmt: skip
+    return spans({"A step": drawn}, [*ROWS.values()], "ms, sixteen processes on one machine", left=250)
 
 
 def main() -> None:

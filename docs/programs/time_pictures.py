@@ -13,12 +13,12 @@ from torch import nn
 from benchmarks.torch_schedules import CLASSES, torch_programs
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
-from docs.programs.svg import LINE, RUNS, WIDTH, Panel, Svg, main
+from docs.programs.svg import RUNS, Panel, Span, main, spans
 from docs.solutions.axes import H100, NETWORK, NVLINK
 from picotron.config import Model
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.model.families import part_parameters
-from workbench.drawing.draw_svg import COLOURS, lighter
+from workbench.drawing.draw_svg import COLOURS, LINE, WIDTH, Svg, lighter
 from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
 from workbench.explain.fake_group import fake_rank
 from workbench.run.model_config import load_model_config
@@ -29,25 +29,15 @@ from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.search import fastest_schedule
 from workbench.schedules.simulate import Costs, Timeline, memory_curves, simulate, summary
 
-# Assumed for the clock of `buckets`: of a rank in FLOP/s, of its link in bytes/s, and of a collective in seconds.
-SPEED, BANDWIDTH, LATENCY = 100e9, 250e6, 0.3e-3
-
-
-class Work(NamedTuple):
-    """A box of the picture: a part of backward (row 0) or an all-reduce (row 1), in seconds."""
-
-    row: int
-    start: float
-    end: float
-    colour: str
-    label: str
+# Assumed for the clock of `buckets`: of a rank in FLOP/ms, of its link in bytes/ms, and of a collective in ms.
+SPEED, BANDWIDTH, LATENCY = 100e6, 250e3, 0.3
 
 
 class Part(NamedTuple):
     """A part of backward, after which the gradient of a parameter is complete."""
 
     parameter: nn.Parameter | None
-    seconds: float
+    ms: float
     layer: int | None  # none for embedding and last norm
     label: str
 
@@ -57,17 +47,17 @@ def tint(kind: str, layer: int | None) -> str:
     return lighter(COLOURS[kind], 0.68 if layer is None else 0.17 * (3 - layer))
 
 
-def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, waits: bool) -> list[Work]:
+def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, waits: bool) -> list[Span]:
     """Simulate backward and the all-reduces of the buckets, one after the other, each as soon as its bucket is full.
 
     Args:
         waits: whether backward waits for each all-reduce, as in DataParallelNaive.
     """
     number = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
-    pending, now, free, works = Counter(number.values()), 0.0, 0.0, list[Work]()
+    pending, now, free, works = Counter(number.values()), 0.0, 0.0, list[Span]()
     for part in parts:
-        works.append(Work(0, now, now + part.seconds, tint("B", part.layer), part.label))
-        now += part.seconds
+        works.append(Span("backward", now, now + part.ms, tint("B", part.layer), part.label))
+        now += part.ms
         if part.parameter is None:
             continue
         bucket = number[part.parameter]
@@ -75,7 +65,7 @@ def backward_and_reductions(parts: list[Part], buckets: list[Bucket], dp: int, w
         if not pending[bucket]:
             start = max(now, free)
             free = start + LATENCY + 2 * (dp - 1) / dp * buckets[bucket].buffer.nbytes / BANDWIDTH
-            works.append(Work(1, start, free, tint("R", part.layer), str(bucket)))
+            works.append(Span("all-reduce", start, free, tint("R", part.layer), str(bucket)))
             now = free if waits else now
     return works
 
@@ -106,27 +96,10 @@ def buckets(dp: int = 2, bucket_mb: float = 0.7) -> str:
             title: backward_and_reductions(parts, make_buckets(parameters, megabytes), dp, waits)
             for title, (megabytes, waits) in variants.items()
         }
-    left, row, panel = 100, 30, 2 * LINE + 76
-    scale = (WIDTH - left - 20) / max(work.end for each in works.values() for work in each)
-    picture = Svg(WIDTH, LINE + 12 + panel * len(works) + 54)
     layers = [(tint("B", layer), f"layer {layer}") for layer in (3, 2, 1, 0)]
-    picture.keys(
-        left, 0, *layers, (tint("B", None), "embedding, last norm"), (COLOURS["R"], "all-reduce"), ("", "idle")
-    )
-    for number, (title, each) in enumerate(works.items()):
-        y, end = LINE + 12 + number * panel, max(work.end for work in each)
-        picture.text(0, y + 16, f"{title}: {end * 1000:.1f} ms", "title")
-        for i, name in enumerate(("backward", "all-reduce")):
-            picture.text(0, y + LINE + 25 + i * (row + 4), name)
-            picture.frame(left, y + LINE + 5 + i * (row + 4), end * scale, row)
-        for work in each:
-            top, width = y + LINE + 5 + work.row * (row + 4), (work.end - work.start) * scale
-            picture.box(left + work.start * scale, top, width, row, work.colour, work.label)
-    axis = LINE + 12 + panel * len(works) - 10
-    duration = (WIDTH - left - 20) / scale * 1000
-    unit = f"ms, simulated: {SPEED / 1e9:g} GFLOP/s, {BANDWIDTH / 1e6:g} MB/s, {LATENCY * 1e3:g} ms per collective"
-    picture.time_axis(left, axis, scale / 1000, duration, 5, unit)
-    return str(picture)
+    keys = *layers, (tint("B", None), "embedding, last norm"), (COLOURS["R"], "all-reduce"), ("", "idle")
+    unit = f"ms, simulated: {SPEED / 1e6:g} GFLOP/s, {BANDWIDTH / 1e3:g} MB/s, {LATENCY:g} ms per collective"
+    return spans(works, ("backward", "all-reduce"), unit, keys=keys)
 
 
 FORWARDS = "unit: the forward of one micro-batch through all stages of a pp rank"
@@ -155,12 +128,9 @@ def compared(
             picture.text(0, y + LINE + rank * (row + gap) + 17, f"pp {rank}")
         picture.timeline(timeline, left, y + LINE, scale, row, gap)
         if activations:
-            bottom, steps = (
-                y + LINE + pp * (row + gap) + curve,
-                [*memory_curves(timeline)[0], (timeline.step_time, 0.0)],
-            )
-            picture.curve(steps, left, bottom, scale, curve / activations)
-    picture.time_axis(left, top + 6 + len(timelines) * height, scale, duration, 5, unit)
+            live, bottom = memory_curves(timeline)[0], y + LINE + pp * (row + gap) + curve
+            picture.curve(live, timeline.step_time, left, bottom, scale, curve / activations)
+    picture.time_axis(left, top + 6 + len(timelines) * height, scale, duration, unit)
     return str(picture)
 
 
@@ -227,11 +197,11 @@ def animated_1f1b(pp: int = 4, micro_batches: int = 6, seconds: int = 15) -> str
     for rank, live in enumerate(memory_curves(timeline)):
         y = top + rank * each
         picture.text(0, y + 23, f"pp {rank}")
-        picture.curve([*live, (timeline.step_time, 0.0)], left, y + row + curve, scale, curve / pp)
+        picture.curve(live, timeline.step_time, left, y + row + curve, scale, curve / pp)
     x, height = left - 1, bottom - top
     picture.parts.append(f'<rect class="page cover" x="{x}" y="{top}" width="{right - x + 1}" height="{height}"/>')
     picture.parts.append(f'<line class="now" x1="{left}" y1="{top - 4}" x2="{left}" y2="{bottom}"/>')
-    picture.time_axis(left, bottom, scale, timeline.step_time, 3, "unit: a forward")
+    picture.time_axis(left, bottom, scale, timeline.step_time, "unit: a forward")
     picture.text(
         left, bottom + 64, f"Below a rank: the activations that it holds, up to {pp} micro-batches on pp rank 0."
     )
@@ -296,8 +266,7 @@ def axis_rules() -> str:
     """
     left, top, height = 54.0, 2.0 * LINE + 10, 396.0
     svg, width = Svg(WIDTH, top + height + 2 * LINE + 10), (WIDTH - 2 * 54 - 60) / 2
-    for i, (colour, name) in enumerate(zip(RUNS, rules(), strict=True)):
-        svg.keys(left + i % 3 * 300, i // 3 * LINE, (colour, name))
+    svg.keys(left, 0, *zip(RUNS, rules(), strict=True))
     for i, (name, ratio) in enumerate(PLACES.items()):
         panel = Panel(svg, left + i * (width + 84), top, width, height, (8, 16), (-3, 3))
         svg.frame(panel.left, top + height / 2, width, height / 2)

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from puzzles.group import Group
-from puzzles.pictures import compared
+from puzzles.pictures import compared, numbers
 from puzzles.report import Report
 from puzzles.tensors import randn
 
 SIZES = (3,)
+DIGITS = "Red: wrong. Rank r adds (i + 1) 100^r to number i, so the digits show whose numbers are in a sum."
 
 
 def check(learner: ModuleType, group: Group, report: Report) -> None:
@@ -29,8 +30,8 @@ def compare(learner: ModuleType, group: Group, report: Report, x: torch.Tensor, 
     dist.all_reduce(expected)
     result, sent = group.call(learner.all_reduce, x.clone(), group)
     if x.numel() < 20:
-        results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
-        report.picture = compared(f"The sum on each rank, {where}", results, expected.tolist())
+        results = {f"rank {rank}": found for rank, found in enumerate(group.gather(numbers(result)))}
+        report.picture = compared(f"The sum on each rank, {where}", results, expected.tolist(), DIGITS)
     group.expect(result, expected, where)
     share = 2 * (group.size - 1) / group.size
     most = share * (x.numel() + group.size - 1)  # with padding

@@ -5,8 +5,9 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from puzzles.checks.p01_all_reduce import DIGITS
 from puzzles.group import Group
-from puzzles.pictures import Cell, colour_of, compared, rows
+from puzzles.pictures import compared, messages, numbers
 from puzzles.report import Report, Score
 from puzzles.tensors import difference, randn
 
@@ -41,24 +42,16 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         expected = x.clone()
         dist.all_reduce(expected)
         result, _ = group.call(learner.ring_all_reduce, x.clone(), group)
-        results = group.gather(result.tolist() if isinstance(result, torch.Tensor) and result.ndim == 1 else [])
-        report.picture = compared(f"The sum on each of {n} ranks, x of {size} numbers", results, expected.tolist())
+        results = group.gather(numbers(result))
+        by_rank = {f"rank {rank}": found for rank, found in enumerate(results)}
+        report.picture = compared(f"The sum on {n} ranks, x of {size} numbers", by_rank, expected.tolist(), DIGITS)
         found = difference(result, expected)
         group.require(not found, f"{group.here}{where}: {found}{contents(results[group.rank], n)}")
     x = randn(n, 60, seed=0)
     report.begin("x of 60 random numbers")
     result, sent = group.call(learner.ring_all_reduce, x[group.rank].clone(), group)
     group.expect(result, x.sum(0), report.case)
-    logs = group.gather(group.log)
-    lines = [
-        (
-            f"rank {rank} sends",
-            [Cell(f"{k} to {to}", colour_of(to), k / 15, f"{k} numbers to rank {to}") for to, k in log],
-        )
-        for rank, log in enumerate(logs)
-    ]
-    note = "Each box is a message: how many of 60 numbers it has, and the rank to which it goes (also its colour)."
-    report.picture = rows(f"Messages of {n} ranks", lines, note)
+    report.picture = messages(group.gather(group.log), 1, "numbers, of 60")
     busiest = max(group.gather(sent)) / 60
     report.score = Score(
         f"sent by the busiest of {n} ranks, divided by the size of x:", busiest, least(n), least(n), "{:.3f}"

@@ -1,12 +1,12 @@
 """Check of puzzle 5: every gradient is in one bucket; and the end of the last all-reduce, compared with the least."""
 
 import itertools
-import math
 from types import ModuleType
 from typing import NamedTuple
 
-from docs.programs.svg import LINE, RANKS, WIDTH, Svg
+from docs.programs.svg import Span, spans
 from puzzles.group import Group
+from puzzles.pictures import colour_of
 from puzzles.report import Report, Score, kind
 
 
@@ -39,12 +39,17 @@ CASES = [
 SMALL_LAST = Case([1e-3 * i for i in range(1, 8)], [2**23] * 6 + [2**10], 1e-4, 1e10)
 
 
+def span_of(bucket: list[int], case: Case, free: float) -> tuple[float, float]:
+    """Return when the all-reduce of a bucket starts and ends, if the network is free from a time on."""
+    start = max(free, *(case.ready[i] for i in bucket))
+    return start, start + case.latency + sum(case.sizes[i] for i in bucket) / case.bandwidth
+
+
 def end(buckets: list[list[int]], case: Case) -> float:
     """Return when the last all-reduce ends."""
     time = 0.0
     for bucket in buckets:
-        start = max(time, *(case.ready[i] for i in bucket))
-        time = start + case.latency + sum(case.sizes[i] for i in bucket) / case.bandwidth
+        _, time = span_of(bucket, case, time)
     return time
 
 
@@ -118,24 +123,13 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
 
 def draw(buckets: list[list[int]], case: Case) -> str:
     """Draw backward above the all-reduces, on one time axis."""
-    left, top, time, finish = 110.0, LINE + 8, 0.0, end(buckets, case)
-    second = top + 1.5 * LINE
-    scale, picture = (WIDTH - left - 10) / finish, Svg(WIDTH, 7 * LINE)
-    picture.text(
-        0, 16, "Backward of a tiny model, a box for each gradient, and the all-reduces of its buckets", "title"
-    )
-    picture.text(0, top + 16, "backward")
-    picture.text(0, second + 16, "all-reduces")
-    starts = [0.0, *case.ready[:-1]]
-    colours = {i: RANKS[number % len(RANKS)] for number, bucket in enumerate(buckets) for i in bucket}
-    for i, (start, stop) in enumerate(zip(starts, case.ready, strict=True)):
-        picture.box(left + start * scale, top, (stop - start) * scale, LINE, colours[i], title=f"gradient {i}")
+    colours = {i: colour_of(number) for number, bucket in enumerate(buckets) for i in bucket}
+    boxes, time = [], 0.0
+    for i, (start, stop) in enumerate(itertools.pairwise([0.0, *case.ready])):
+        boxes.append(Span("backward", 1000 * start, 1000 * stop, colours[i], title=f"gradient {i}"))
     for number, bucket in enumerate(buckets):
-        start = max(time, *(case.ready[i] for i in bucket))
-        size = sum(case.sizes[i] for i in bucket)
-        time = start + case.latency + size / case.bandwidth
-        title = f"bucket {number}: {size / 2**20:.1f} MiB, {1000 * start:.2f} to {1000 * time:.2f} ms"
-        picture.box(left + start * scale, second, (time - start) * scale, LINE, colours[bucket[0]], str(number), title)
-    every = max(1, math.ceil(1000 * finish / 12))
-    picture.time_axis(left, second + LINE + 10, scale / 1000, 1000 * finish, every, "ms")
-    return str(picture)
+        start, time = span_of(bucket, case, time)
+        size = sum(case.sizes[i] for i in bucket) / 2**20
+        title = f"bucket {number}: {size:.1f} MiB, {1000 * start:.2f} to {1000 * time:.2f} ms"
+        boxes.append(Span("all-reduces", 1000 * start, 1000 * time, colours[bucket[0]], str(number), title))
+    return spans({"Backward of a tiny model, a box for each gradient": boxes}, ("backward", "all-reduces"), "ms")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from puzzles.group import Group
-from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Misuse, Report
+from puzzles.pictures import Cell, verdicts
+from puzzles.report import Misuse, Report
 from puzzles.tensors import difference, randn
 
 SIZES = (3,)
@@ -51,8 +51,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     }
     right = {name: not difference(*pair) for name, pair in expected.items()}
     lines = [(f"all-reduces in {name}", [Cell(f"{count:g} x (T, D)", width=3)]) for name, count in sums.items()]
-    lines += [(name, [Cell("right" if ok else "wrong", PALE if ok else RED, 3)]) for name, ok in right.items()]
-    report.picture = rows(f"Your MLP on {n} ranks", lines)
+    report.picture = verdicts(f"Your MLP on {n} ranks", right, lines)
     mistakes = {"that is this rank's part, which nothing has summed over the ranks": dx_part}
     for name, (ours, reference) in expected.items():
         group.expect(ours, reference, where, name, mistakes=mistakes)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from puzzles.group import Group
-from puzzles.pictures import PALE, Cell, rows
-from puzzles.report import RED, Report, Score
+from puzzles.pictures import compared, numbers
+from puzzles.report import Report, Score
 from puzzles.tensors import generator, randn
 
 SIZES = (3,)
@@ -31,7 +31,10 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         assert whole.grad is not None
         own = whole.detach().chunk(n, 1)[rank].clone()
         result, sent = group.call(learner.cross_entropy, own, targets.clone(), group)
-        report.picture = draw(result[0] if isinstance(result, tuple | list) else result, losses.detach(), name)
+        found = numbers(result[0] if isinstance(result, tuple | list) else result)
+        report.picture = compared(
+            f"Losses of the first tokens on rank 0, {name}", {"yours": found[:8]}, losses[:8].tolist()
+        )
         group.expect(result, (losses, whole.grad.chunk(n, 1)[rank]), name, ("losses", "gradient"))
     par = 3 * 2 * (n - 1) / n
     # The log-sum-exp as an all-reduce made of messages; then each target's logit reaches n - 1 ranks, and all ranks
@@ -39,15 +42,3 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     best = 3 * (n - 1) / n
     busiest = max(group.gather(sent)) / T
     report.score = Score("numbers sent per token:", busiest, par, best, "{:.2f}")
-
-
-def draw(result: object, losses: torch.Tensor, name: str) -> str:
-    values = (
-        result.tolist() if isinstance(result, torch.Tensor) and result.shape == losses.shape else [float("nan")] * T
-    )
-    cells = []
-    for value, expected in zip(values[:8], losses.tolist(), strict=False):
-        right = abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
-        cells.append(Cell(f"{value:.4g}", PALE if right else RED, title=f"yours {value}, expected {expected}"))
-    expected_cells = [Cell(f"{value + 0.0:.4g}", "#ffffff") for value in losses[:8].tolist()]
-    return rows(f"Losses of the first tokens on rank 0, {name}", [("yours", cells), ("expected", expected_cells)])

@@ -4,10 +4,10 @@ from types import ModuleType
 
 import torch
 
-from docs.programs.svg import LINE, Svg
 from puzzles.group import Group
 from puzzles.pictures import colour_of
 from puzzles.report import Report, Score
+from workbench.drawing.draw_svg import LINE, Svg
 
 TOKENS = 6  # per chunk
 

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puzzles.group import Group
-from puzzles.pictures import Cell, colour_of, rows
+from puzzles.pictures import messages
 from puzzles.report import Report, Score
 from puzzles.tensors import randn
 
 SIZES = (2, 4)
 H, d, TOKENS = 2, 4, 3
+SIZE = "size in units of one rank's keys and values"
 UNSCALED = "the scores are not divided by sqrt(d)"
 
 
@@ -40,19 +41,9 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         own = [each.chunk(n, 1)[rank].clone() for each in (q, k, v)]
         result, sent = group.call(learner.ring_attention, *own, group)
         unit = 2 * H * TOKENS * d
-        report.picture = draw(group, unit)
+        report.picture = messages(group.gather(group.log), unit, SIZE)
         group.expect(result, expected, report.case, "attention", mistakes=mistakes)
         average = sum(group.gather(sent)) / n / unit
         # At least, rank r receives the keys and values of the r ranks before it.
         least = sum(range(n)) / n
         report.score = Score(f"sent by a rank on average, n = {n}:", average, n - 1, least, "{:.2f}")
-
-
-def draw(group: Group, unit: int) -> str:
-    """Draw the messages of all ranks, in units of one rank's keys and values."""
-    lines = [
-        (f"rank {i} sends", [Cell(f"{size / unit:g} to {to}", colour_of(to)) for to, size in log])
-        for i, log in enumerate(group.gather(group.log))
-    ]
-    note = "Each box is a message: its size in units of one rank's keys and values, and its receiver (also its colour)."
-    return rows(f"Messages of {group.size} ranks", lines, note)

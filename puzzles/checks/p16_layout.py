@@ -5,12 +5,13 @@ known layout is the solution, which the tests compare with a search of all layou
 from types import ModuleType
 from typing import Any
 
-from docs.programs.svg import COLOURS, LINE, TENSORS, WIDTH, Svg
+from docs.programs.svg import TENSORS
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
 from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
+from workbench.drawing.draw_svg import COLOURS, LINE, WIDTH, Svg
 from workbench.explain.hardware import HARDWARE, fits, usable
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.explain.step_time import Forecast, forecast

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puzzles.checks.p11_ring_attention import TOKENS, UNSCALED, H, d, draw, wrong_masks
+from puzzles.checks.p11_ring_attention import SIZE, TOKENS, UNSCALED, H, d, wrong_masks
 from puzzles.group import Group
+from puzzles.pictures import messages
 from puzzles.report import Report, Score
 from puzzles.tensors import randn
 
@@ -37,7 +38,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         own = [each.detach().chunk(n, 1)[rank].clone() for each in (q, k, v, out, lse, dout)]
         result, sent = group.call(learner.ring_backward, *own, group)
         unit = 2 * H * TOKENS * d
-        report.picture = draw(group, unit)
+        report.picture = messages(group.gather(group.log), unit, SIZE)
         weighted = (dout * out).sum(-1, keepdim=True)
         wrong = {kind: gradients(q, k, v, lse, dout, mask, weighted) for kind, mask in wrong_masks(n).items()}
         wrong["the gradient of the scores lacks the sum over p dp"] = gradients(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from puzzles.group import Group
-from puzzles.pictures import Cell, colour_of, rows
+from puzzles.pictures import messages
 from puzzles.report import Misuse, Report
 from puzzles.tensors import randn
 
@@ -43,19 +43,9 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         result, sent = group.call(
             learner.mixture, x[tokens].clone(), chosen[tokens].clone(), weights[tokens].clone(), run, EXPERTS, group
         )
-        report.picture = draw(group)
+        report.picture = messages(group.gather(group.log), D, "rows")
         group.expect(result, expected[tokens], report.case, "y")
         away = chosen // own != (places // N)[:, None]  # pairs of a token and an expert on another rank
         here = chosen // own == rank
         due = D * (away[tokens].sum() + (away & here).sum()).item()
         group.require(sent <= due, f"{group.here}{report.case}: {sent:g} numbers are sent, instead of {due}")
-
-
-def draw(group: Group) -> str:
-    """Draw the messages of all ranks, in rows of D numbers."""
-    lines = [
-        (f"rank {i} sends", [Cell(f"{size // D} to {to}", colour_of(to)) for to, size in log if size])
-        for i, log in enumerate(group.gather(group.log))
-    ]
-    note = "Each box is a message: its rows, and its receiver (also its colour)."
-    return rows(f"Messages of {group.size} ranks", lines, note)

@@ -1,4 +1,4 @@
-"""Timelines as pictures, without a drawing package: an SVG of one timeline, an HTML page that compares several."""
+"""SVG drawings, without a drawing package: shapes, text, arrows; a timeline; an HTML page that compares several."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ MEANING = {
 }
 MESSAGE = "#999999"
 ROW, CURVE, GAP, LEFT = 24, 22, 8, 76  # pixels: a rank's row, the curve and the space below it, and width of labels
-LINE, CHARACTER = 26, 9.2  # height of a line of text, and the mean width of a character in a wide font
+WIDTH, MARGIN = 960, 12  # of a picture, without its margin; GitHub shows a README 830 px wide
+LINE, CHARACTER = 23, 9.2  # height of a line of text, and the mean width of a character in a wide font
 # Idle time is grey on any background. The page and the colour of text follow the reader's light or dark mode; a picture
 # has a page of its own, because it can stand on a white page in dark mode.
 STYLE = """
@@ -33,10 +34,12 @@ text { font-size: 11px }
 .idle { fill: #888; fill-opacity: 0.25 }
 .action { stroke: #fff; stroke-width: 0.5 }
 """
-OWN_STYLE = """
+TEXT = """
 text { font-size: 17px }
+.title { font-weight: 600 }
 .centred { text-anchor: middle }
-.axis { stroke: #888; stroke-width: 1.5 }
+.arrow { stroke: #888; stroke-width: 1.5; fill: #888 }
+.bent { fill: none }
 .memory { fill: #888; fill-opacity: 0.6 }
 """
 
@@ -84,91 +87,150 @@ def lighter(colour: str, amount: float) -> str:
     return "#" + "".join(f"{round(channel + (255 - channel) * amount):02x}" for channel in channels)
 
 
-def as_svg(timeline: Timeline, duration: float | None = None, width: int = 960, with_legend: bool = True) -> str:
+class Svg:
+    """A drawing on a white or (in dark mode) black page, to which methods add shapes."""
+
+    def __init__(self, width: float, height: float = 0, style: str = "") -> None:
+        self.width, self.height, self.style = width, height, style
+        self.parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, label: str = "", title: str = ""
+    ) -> None:
+        """Add a rectangle. Its label is left out if it does not fit; hovering over the rectangle shows its title."""
+        place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+        self.parts.append(
+            f'<rect class="action" {place} fill="{colour}"><title>{escape(title or label)}</title></rect>'
+        )
+        if label and width > CHARACTER * len(label) and height >= 16:
+            self.text(x + width / 2, y + height / 2 + 5.5, label, "label")
+
+    def triangle(self, x: float, y: float, size: float, colour: str) -> None:
+        """Add the half of a square on and below its diagonal."""
+        points = f"{x:.2f},{y:.2f} {x:.2f},{y + size:.2f} {x + size:.2f},{y + size:.2f}"
+        self.parts.append(f'<polygon class="action" points="{points}" fill="{colour}"/>')
+
+    def frame(self, x: float, y: float, width: float, height: float) -> None:
+        """Add a grey rectangle."""
+        place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+        self.parts.append(f'<rect class="idle" {place}/>')
+
+    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
+        """Add a line of text that begins at x, or is centred there if its kind is `label` (in black) or `centred`."""
+        self.parts.append(f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{escape(text)}</text>')
+
+    def keys(self, x: float, y: float, *names: tuple[str, str]) -> tuple[float, float]:
+        """Add colours (none for grey) with their names from x on, in as many lines as needed. Returns the end."""
+        left = x
+        for colour, name in names:
+            if x + 25 + CHARACTER * len(name) > self.width:
+                x, y = left, y + LINE
+            if colour:
+                self.box(x, y, 18, 18, colour, title=name)
+            else:
+                self.frame(x, y, 18, 18)
+            self.text(x + 25, y + 14, name)
+            x += 25 + CHARACTER * len(name) + 16
+        return x, y
+
+    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.parts.append(f'<line class="arrow" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>')
+
+    def arrow(self, *points: float, double: bool = False, title: str = "") -> None:
+        """Add an arrow along the points x1, y1, x2, y2, ..., with a head at its end, or at both ends."""
+        along = list(zip(points[::2], points[1::2], strict=True))
+        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in along)
+        self.parts.append(f'<polyline class="arrow bent" points="{text}"><title>{escape(title)}</title></polyline>')
+        self._head(along[-2], along[-1])
+        if double:
+            self._head(along[1], along[0])
+
+    def _head(self, before: tuple[float, ...], end: tuple[float, ...]) -> None:
+        length = math.dist(before, end)
+        dx, dy = (end[0] - before[0]) / length, (end[1] - before[1]) / length
+        x, y = end[0] - 8 * dx, end[1] - 8 * dy  # the base of the arrowhead
+        points = [end, (x - 4 * dy, y + 4 * dx), (x + 4 * dy, y - 4 * dx)]
+        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
+        self.parts.append(f'<polygon class="arrow" points="{text}"/>')
+
+    def timeline(self, timeline: Timeline, x: float, y: float, scale: float, row: float, gap: float) -> None:
+        """Add a row of boxes for each pp rank.
+
+        Args:
+            scale: pixels per unit of time.
+            row: height of a row.
+            gap: space between two rows.
+        """
+        for rank in range(len(timeline.spans)):
+            self.frame(x, y + rank * (row + gap), timeline.step_time * scale, row)
+        for box in boxes(timeline):
+            top, width = y + box.rank * (row + gap) + box.top * row, (box.end - box.start) * scale
+            self.box(x + box.start * scale, top, width, box.height * row, box.colour, box.label, box.title)
+
+    def curve(
+        self, curve: Sequence[tuple[float, float]], end: float, x: float, bottom: float, scale: float, unit: float
+    ) -> None:
+        """Add the area below steps, given as (time, value), to an end: `scale` pixels wide per time, `unit` high per
+        value.
+        """
+        points, height = [(x, bottom)], 0.0
+        for time, value in [*curve, (end, 0.0)]:
+            points += [(x + time * scale, bottom - height * unit), (x + time * scale, bottom - value * unit)]
+            height = value
+        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
+        self.parts.append(f'<polygon class="memory" points="{text}"/>')
+
+    def time_axis(self, x: float, y: float, scale: float, duration: float, unit: str = "") -> None:
+        """Add an axis below a timeline, with at most a dozen numbers, and their unit."""
+        self.line(x, y, x + duration * scale, y)
+        distance = tick_distance(duration, most=12)
+        for number in range(math.floor(duration / distance + 1e-9) + 1):
+            at = x + number * distance * scale
+            self.line(at, y, at, y + 5)
+            self.text(at, y + 20, f"{number * distance:g}", "centred")
+        if unit:
+            self.text(x, y + 42, f"time ({unit})")
+
+    def legend(self, x: float, y: float, *timelines: Timeline) -> float:
+        """Add the colours of the actions that occur, and of idle time. Returns where the last line ends."""
+        names = {kind: MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}" for kind in kinds(*timelines)}
+        return self.keys(x, y, *((COLOURS[kind], name) for kind, name in names.items()), ("", "idle"))[1] + LINE
+
+    def __str__(self) -> str:
+        place = [f"{number:g}" for number in (-MARGIN, -MARGIN, self.width + 2 * MARGIN, self.height + 2 * MARGIN)]
+        size = f'viewBox="{" ".join(place)}" width="{place[2]}" height="{place[3]}"'
+        page = '<rect class="page" x="{}" y="{}" width="{}" height="{}"/>'.format(*place)
+        first = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}{TEXT}{self.style}</style>", page]
+        return "\n".join([*first, *self.parts, "</svg>\n"])
+
+
+def as_svg(timeline: Timeline, duration: float | None = None, with_legend: bool = True) -> str:
     """Draw a timeline as SVG: a legend, a row for each rank with the curve of its activations below, and a time axis.
     Hovering over an action shows its name and times. Text is 14 px high where GitHub shows the picture 830 px wide.
 
     Args:
         duration: time that the width stands for, to compare timelines; by default the step's time.
-        width: width in pixels.
     """
-    scale = (width - LEFT - 12) / (duration or timeline.step_time)
-    curves = memory_curves(timeline)
-    peak = max(live for curve in curves for _, live in curve)
-    keys, first = legend(0, 0, timeline, width=width) if with_legend else ([], 0)
-    if with_legend and peak:
-        text = f"Curves: activations, up to {peak:.4g} {timeline.memory_unit}. The number below a rank is its peak."
-        keys.append(f'<text x="0" y="{first + 15}">{text}</text>')
-        first += LINE
-    each = ROW + CURVE + GAP
-    bottom = first + len(timeline.spans) * each
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + LINE}" width="{width}" '
-        f'height="{bottom + LINE}">',
-        f"<style>{STYLE}{OWN_STYLE}</style>",
-        '<rect class="page" width="100%" height="100%"/>',
-        *keys,
-        *time_axis(LEFT, bottom - 4, scale, duration or timeline.step_time),
-    ]
-    for rank, curve in enumerate(curves):
-        top = first + rank * each
-        lines.append(f'<text x="0" y="{top + 18}">pp {rank}</text>')
-        lines.append(_rect("idle", LEFT, top, timeline.step_time * scale, ROW) + "/>")
-        lines += memory(curve, peak, timeline.step_time, top + ROW + CURVE, scale) if peak else []
-    for box in boxes(timeline):
-        x, y = LEFT + box.start * scale, first + box.rank * each + box.top * ROW
-        w, h = (box.end - box.start) * scale, box.height * ROW
-        lines.append(f'{_rect("action", x, y, w, h)} fill="{box.colour}"><title>{escape(box.title)}</title></rect>')
-        if w > CHARACTER * len(box.label) > 0 and h > LINE / 2:
-            lines.append(f'<text class="label" x="{x + w / 2:.2f}" y="{y + h / 2 + 6:.2f}">{box.label}</text>')
-    return "\n".join([*lines, "</svg>"])
-
-
-def memory(
-    curve: Sequence[tuple[float, float]], peak: float, step_time: float, bottom: float, scale: float
-) -> list[str]:
-    """Draw a curve of activations as an area, and its maximum as a number. A height of CURVE is `peak`."""
-    points, height = [(float(LEFT), bottom)], 0.0
-    for time, live in [*curve, (step_time, 0.0)]:
-        x, before, height = LEFT + time * scale, height, live / peak * CURVE
-        points += [(x, bottom - before), (x, bottom - height)]
-    text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-    most = max(live for _, live in curve)
-    return [
-        f'<polygon class="memory" points="{text}"><title>activations, at most {most:.4g}</title></polygon>',
-        f'<text x="0" y="{bottom - 3:.2f}">{most:.4g}</text>',
-    ]
-
-
-def time_axis(x: float, y: float, scale: float, duration: float) -> list[str]:
-    """Draw an axis with at most a dozen numbers."""
-    lines = [f'<line class="axis" x1="{x:.2f}" y1="{y:.2f}" x2="{x + duration * scale:.2f}" y2="{y:.2f}"/>']
-    distance = tick_distance(duration, most=12)
-    for number in range(math.floor(duration / distance + 1e-9) + 1):
-        at = x + number * distance * scale
-        lines.append(f'<line class="axis" x1="{at:.2f}" y1="{y:.2f}" x2="{at:.2f}" y2="{y + 5:.2f}"/>')
-        lines.append(f'<text class="centred" x="{at:.2f}" y="{y + 21:.2f}">{number * distance:g}</text>')
-    return lines
-
-
-def legend(x: float, y: float, *timelines: Timeline, width: float = 960) -> tuple[list[str], float]:
-    """Draw the colours of the actions that occur, and of idle time, in as many lines as needed. Also returns where the
-    last line ends.
-    """
-    lines, left = [], x
-    for kind in [*kinds(*timelines), "idle"]:
-        name = kind if kind == "idle" else MEANING[kind] if kind in "FB" else f"{kind}: {MEANING[kind]}"
-        colour = "" if kind == "idle" else f' fill="{COLOURS[kind]}"'
-        if x + 25 + CHARACTER * len(name) > width:
-            x, y = left, y + LINE
-        lines.append(f"{_rect('idle' if kind == 'idle' else 'key', x, y, 18, 18)}{colour}/>")
-        lines.append(f'<text x="{x + 25:.2f}" y="{y + 15:.2f}">{escape(name)}</text>')
-        x += 25 + CHARACTER * len(name) + 12
-    return lines, y + LINE
-
-
-def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    duration, picture = duration or timeline.step_time, Svg(WIDTH)
+    scale, each, curves = (WIDTH - LEFT - 12) / duration, ROW + CURVE + GAP, memory_curves(timeline)
+    peaks = [max(live for _, live in curve) for curve in curves]
+    top = picture.legend(0, 0, timeline) if with_legend else 0.0
+    if with_legend and any(peaks):
+        text = (
+            f"Curves: activations, up to {max(peaks):.4g} {timeline.memory_unit}. The number below a rank is its peak."
+        )
+        picture.text(0, top + 15, text)
+        top += LINE
+    picture.timeline(timeline, LEFT, top, scale, ROW, CURVE + GAP)
+    for rank, (curve, peak) in enumerate(zip(curves, peaks, strict=True)):
+        bottom = top + rank * each + ROW + CURVE
+        picture.text(0, bottom - CURVE - 6, f"pp {rank}")
+        if any(peaks):
+            picture.text(0, bottom - 3, f"{peak:.4g}")
+            picture.curve(curve, timeline.step_time, LEFT, bottom, scale, CURVE / max(peaks))
+    picture.height = top + len(curves) * each + LINE
+    picture.time_axis(LEFT, picture.height - LINE - 4, scale, duration)
+    return str(picture)
 
 
 PAGE = """<!doctype html>
@@ -178,7 +240,7 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width"/>
 <title>{title}</title>
 <style>{style}
-body {{ font-size: 15px; line-height: 1.5; margin: 2em; max-width: 960px }}
+body {{ font-size: 15px; line-height: 1.5; margin: 2em; max-width: 984px }}
 h2 {{ font-size: 1em; margin: 2em 0 0.5em }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px solid #8888 }}

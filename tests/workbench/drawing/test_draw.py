@@ -9,7 +9,7 @@ import pytest
 from picotron.console import UserError
 from workbench.drawing import __main__ as drawing
 from workbench.drawing.draw import as_trace
-from workbench.drawing.draw_svg import LEFT, as_page, as_svg
+from workbench.drawing.draw_svg import LEFT, WIDTH, as_page, as_svg
 from workbench.schedules.schedule_csv import read_csv
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import Costs, Timeline, simulate
@@ -37,8 +37,8 @@ def run(*arguments: object) -> None:
 
 def test_svg_has_a_rectangle_for_every_action() -> None:
     timeline = timeline_of("dualpipev")
-    root = ElementTree.fromstring(as_svg(timeline, width=1000))
-    scale = (1000 - LEFT - 12) / timeline.step_time
+    root = ElementTree.fromstring(as_svg(timeline, with_legend=False))
+    scale = (WIDTH - LEFT - 12) / timeline.step_time
     expected = [
         (f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}", LEFT + start * scale, (end - start) * scale)
         for rank, spans in enumerate(timeline.spans)
