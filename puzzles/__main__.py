@@ -155,8 +155,7 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     )
     options = parser.parse_args(arguments)
     if options.adapter is not None and not options.adapter.is_file():
-        print(f"error: there is no file {options.adapter}", file=sys.stderr)
-        return 2
+        parser.error(f"there is no file {options.adapter}")
     if options.puzzle is None and options.adapter is not None:
         return 0 if check_adapter(options.adapter) else 1
     if options.puzzle is None:
@@ -166,10 +165,7 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
         return 0
     puzzle = find(options.puzzle)
     if puzzle is None:
-        print(
-            f"error: there is no puzzle {options.puzzle!r}; choose a number from 1 to {len(PUZZLES)}", file=sys.stderr
-        )
-        return 2
+        parser.error(f"there is no puzzle {options.puzzle!r}; choose a number from 1 to {len(PUZZLES)}")
     if options.hint:
         hint(puzzle, folder)
     elif options.solution:
@@ -177,8 +173,7 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     elif options.adapter is not None:
         return 0 if report_of(puzzle, options.adapter, folder, adapter=True).verdict == "RIGHT" else 1
     elif not puzzle.path.exists():
-        print(f"error: there is no {puzzle.path}; restore it with: git checkout -- {puzzle.path}", file=sys.stderr)
-        return 2
+        parser.error(f"there is no {puzzle.path}; restore it with: git checkout -- {puzzle.path}")
     else:
         return 0 if check(puzzle, folder) else 1
     return 0

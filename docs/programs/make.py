@@ -11,7 +11,7 @@ tests/docs/test_docs.py checks that outputs and code have not changed. A page ca
     ...
     ```
     ```bash                     a script whose output is not shown
-    <!-- picture: python -m docs.programs.run_pictures axes --out docs/pictures/axes.svg -->
+    <!-- picture: python -m docs.programs.pictures axes --out docs/pictures/axes.svg -->
     ![Sixteen ranks](pictures/axes.svg)                                     a picture, and the command that draws it
     <!-- code: picotron/data_parallel/data_parallel.py Bucket.reset Bucket.launch -->
     ```python                   the source of functions, methods or classes of a file, or all of it; with

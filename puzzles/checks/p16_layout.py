@@ -9,9 +9,10 @@ from docs.programs.svg import TENSORS
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
 from puzzles.group import Group
+from puzzles.pictures import Cell, rows
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
-from workbench.drawing.draw_svg import COLOURS, LINE, WIDTH, Svg
+from workbench.drawing.draw_svg import COLOURS
 from workbench.explain.hardware import HARDWARE, fits, usable
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.explain.step_time import Forecast, forecast
@@ -79,25 +80,19 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
 
 
 def draw(memories: list[Memory], forecast: Forecast) -> str:
-    """Draw a bar for the memory of the rank that needs most, and one for the time of a step."""
+    """Draw the memory of the rank that needs most, and the time of a step."""
     largest = max(memories, key=lambda memory: memory.total)
     names = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary")
     memory = {name: getattr(largest, name) / GIB for name in names}
-    time = forecast.seconds._asdict()
-    picture = Svg(WIDTH, 10 * LINE)
-    memory_title = f"Memory of the pp rank that needs most: {largest.total / GIB:.1f} of {GPU.gib} GiB"
-    bars = (
-        (memory_title, memory, GPU.gib, "GiB"),
-        (f"Time of a step: {forecast.step_time:.2f} s", time, forecast.step_time, "s"),
-    )
-    for row, (title, parts, full, unit) in enumerate(bars):
-        y, x, scale = row * 5 * LINE, 0.0, WIDTH / max(full, sum(parts.values()))
-        picture.text(0, y + 16, title, "title")
-        picture.frame(0, y + LINE + 8, full * scale, 34)
-        for name, value in parts.items():
-            colour = TENSORS.get(name, COLOURS["F"] if name == "compute" else "#bbbbbb")
-            picture.box(x, y + LINE + 8, value * scale, 34, colour, name, f"{name}: {value:.3g} {unit}")
-            x += value * scale
-        numbers = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
-        picture.text(0, y + 3 * LINE + 14, f"{numbers}, in {unit}")
-    return str(picture)
+    lines = [
+        (f"memory: {largest.total / GIB:.1f} of {GPU.gib} GiB", boxes(memory, GPU.gib)),
+        (f"step: {forecast.step_time:.2f} s", boxes(forecast.seconds._asdict(), forecast.step_time)),
+    ]
+    return rows("The pp rank that needs most", lines, "Hover over a box to see its name.")
+
+
+def boxes(parts: dict[str, float], full: float) -> list[Cell]:
+    """Return boxes whose widths are in proportion to numbers, eight units for all of them."""
+    colours = TENSORS | {"compute": COLOURS["F"]}
+    widths = {name: 8 * value / max(full, sum(parts.values())) for name, value in parts.items()}
+    return [Cell(f"{name} {parts[name]:.3g}", colours.get(name, "#bbbbbb"), width) for name, width in widths.items()]
