@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from docs.programs.svg import RANKS
+from docs.programs.svg import colour_of
 from puzzles.report import RED
 from workbench.drawing.draw_svg import CHARACTER, LINE, WIDTH, Svg
 
@@ -19,10 +19,6 @@ class Cell(NamedTuple):
     colour: str = PALE
     width: float = 1.0
     title: str = ""
-
-
-def colour_of(rank: int) -> str:
-    return RANKS[rank % len(RANKS)]
 
 
 def rows(title: str, lines: Sequence[tuple[str, Sequence[Cell]]], note: str = "", height: int = 34) -> str:

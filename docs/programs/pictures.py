@@ -125,16 +125,10 @@ def shards(cp: int = 4) -> str:
         owner: dict[int, int] = {}
         for rank in range(cp):
             owner |= {int(chunk): rank for chunk in local_positions(2 * cp, cp, rank, sharding)}
-        blocks = [0.0] * cp
-        for query in range(2 * cp):
-            y, rank = top + query * size, owner[query]
-            picture.text(x, y + size / 2 + 6, f"rank {rank}")
-            picture.text(x + left + (query + 0.5) * size, top - 6, str(query), "centred")
-            for key in range(query):
-                picture.box(x + left + key * size, y, size, size, RANKS[rank])
-                blocks[rank] += 1
-            picture.triangle(x + left + query * size, y, size, RANKS[rank])
-            blocks[rank] += 0.5
+        for key in range(2 * cp):
+            picture.text(x + left + (key + 0.5) * size, top - 6, str(key), "centred")
+        svg.causal(picture, x + left, top, size, [owner[query] for query in range(2 * cp)])
+        blocks = (sum(query + 0.5 for query in owner if owner[query] == rank) for rank in range(cp))
         numbers = ", ".join(f"{count:g}" for count in blocks)
         picture.text(x + left, top + 2 * cp * size + LINE, f"blocks computed by rank 0 to {cp - 1}: {numbers}")
     return str(picture)

@@ -146,10 +146,27 @@ def matrices(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Sequence[P
     return str(picture)
 
 
-def main(description: str | None, *pictures: Callable[[], str]) -> None:
-    """Run a program that draws one of these pictures, chosen by its name."""
+def colour_of(rank: int) -> str:
+    return RANKS[rank % len(RANKS)]
+
+
+def causal(picture: Svg, x: float, y: float, size: float, owners: Sequence[int]) -> None:
+    """Add the blocks of causal attention, in the colours of the ranks that own the queries, with the names of these
+    ranks on the left.
+    """
+    for query, rank in enumerate(owners):
+        top = y + query * size
+        picture.text(x - 76, top + size / 2 + 6, f"rank {rank}")
+        for key in range(query):
+            picture.box(x + key * size, top, size, size, colour_of(rank))
+        picture.triangle(x + query * size, top, size, colour_of(rank))
+
+
+def main(description: str | None, *pictures: Callable[..., str]) -> None:
+    """Run a program that draws one of these pictures, chosen by its name, from files that it names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=(by_name := {picture.__name__: picture for picture in pictures}))
+    parser.add_argument("files", nargs="*", type=Path, help="files or folders that the picture shows")
     parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
     options = parser.parse_args()
-    options.out.write_text(by_name[options.picture](), encoding="utf-8")
+    options.out.write_text(by_name[options.picture](*options.files), encoding="utf-8")

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from docs.programs.svg import colour_of
 from picotron.data.loader import MicroBatchDataLoader, TextRows
 from puzzles.group import Group
-from puzzles.pictures import Cell, colour_of, rows
+from puzzles.pictures import Cell, rows
 from puzzles.report import RED, Report
 from workbench.explain.fake_group import fake_rank
 from workbench.run.config_reader import load_config

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from docs.programs.svg import colour_of
 from puzzles.group import Group
-from puzzles.pictures import Cell, colour_of, rows
+from puzzles.pictures import Cell, rows
 from puzzles.report import Report
 from puzzles.tensors import generator, randn
 

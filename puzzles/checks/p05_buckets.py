@@ -4,9 +4,8 @@ import itertools
 from types import ModuleType
 from typing import NamedTuple
 
-from docs.programs.svg import Span, spans
+from docs.programs.svg import Span, colour_of, spans
 from puzzles.group import Group
-from puzzles.pictures import colour_of
 from puzzles.report import Report, Score, kind
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import torch.distributed as dist
 
 from docs.programs.quickstart import layer_shards, quickstart
-from docs.programs.svg import Part, matrices
+from docs.programs.svg import Part, colour_of, matrices
 from puzzles.group import Group
-from puzzles.pictures import colour_of
 from puzzles.report import RED, Report
 from workbench.run.model_config import load_model_config
 

@@ -4,8 +4,8 @@ from types import ModuleType
 
 import torch
 
+from docs.programs.svg import causal
 from puzzles.group import Group
-from puzzles.pictures import colour_of
 from puzzles.report import Report, Score
 from workbench.drawing.draw_svg import LINE, Svg
 
@@ -44,17 +44,12 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
 
 def draw(owners: list[int], cp: int) -> str:
     """Draw the blocks of attention in the colours of the ranks that compute them."""
-    size, left = 360 / (2 * cp), 130
+    size, left = 360 / (2 * cp), 76
     picture = Svg(960, 400 + 2 * LINE)
     picture.text(
         0, 16, f"Attention of {2 * cp} chunks of queries (rows) to chunks of keys (columns), cp = {cp}", "title"
     )
-    for query, rank in enumerate(owners):
-        y = LINE + 8 + query * size
-        picture.text(0, y + size / 2 + 6, f"{query}: rank {rank}")
-        for key in range(query):
-            picture.box(left + key * size, y, size, size, colour_of(rank))
-        picture.triangle(left + query * size, y, size, colour_of(rank))
+    causal(picture, left, LINE + 8, size, owners)
     for rank, work in enumerate(pairs(owners, cp)):
         picture.text(left + 400, 50 + rank * LINE, f"rank {rank}: {work} query-key pairs")
     return str(picture)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from docs.programs.svg import colour_of
 from puzzles.group import Group
-from puzzles.pictures import PALE, Cell, colour_of, rows
+from puzzles.pictures import PALE, Cell, rows
 from puzzles.report import Report
 from puzzles.tensors import difference, randn
 
