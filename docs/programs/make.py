@@ -196,12 +196,12 @@ def source(file: Path, symbol: str, with_docstring: bool = True) -> str:
         node = found[0]
     assert not isinstance(node, ast.Module)
     first = min(each.lineno for each in (node, *node.decorator_list))
-    lines: list[str | None] = [*text.splitlines()[: node.end_lineno]]
+    lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
     if not with_docstring and ast.get_docstring(node) is not None:
-        begin, end = node.body[0].lineno - 1, node.body[0].end_lineno or 0
-        end += lines[end : end + 1] == [""]  # the empty line after the docstring of a class
-        lines[begin:end] = [None] * (end - begin)
-    return textwrap.dedent("".join(f"{line}\n" for line in lines[first - 1 :] if line is not None))
+        begin, end = node.body[0].lineno - first, (node.body[0].end_lineno or 0) - first + 1
+        end += lines[end : end + 1] == ["\n"]  # the empty line after the docstring of a class
+        del lines[begin:end]
+    return textwrap.dedent("".join(lines))
 
 
 def repository() -> str:

@@ -1,12 +1,11 @@
 """Picture of a recorded step of 4D training: what one rank computes, and below it its messages, a row for each axis.
 
-python -m docs.programs.step_picture --out docs/pictures/step.svg
+python -m docs.programs.step_picture step --out docs/pictures/step.svg
 
 Sixteen processes train with dp 2 x pp 2 x cp 2 x tp 2; rank 0 notes when its calls begin, and when
 their waits end. The picture shows its fastest step, in which other processes of the machine disturb least.
 """
 
-import argparse
 import dataclasses
 import functools
 import tempfile
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 import train
-from docs.programs.svg import TENSORS, Span, spans
+from docs.programs.svg import TENSORS, Span, main, spans
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.optimizer import AdamW
@@ -162,15 +161,14 @@ def draw(calls: list[Call]) -> str:
     return spans({"A step": drawn}, [*ROWS.values()], "ms, sixteen processes on one machine", left=250)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Record a step of 4D training, and draw it.")
-    parser.add_argument("--out", type=Path, required=True, help="the .svg file to write")
-    out = parser.parse_args().out.absolute()
+def step() -> str:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(["--config", "docs/small.json", "--checkpoint.save_dir", folder, *LAYOUT])
         model_config, _ = train.check(config)
+        out = Path(folder) / "step.svg"
         run_ranks(config.distributed.world_size, functools.partial(record, out, config, model_config))
+        return out.read_text()
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, step)
