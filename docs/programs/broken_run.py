@@ -11,7 +11,7 @@ import datetime
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,15 +33,6 @@ from workbench.pipelines.recorder import Recorder, record_action
 from workbench.run.launch import exit_on_error
 
 TIMEOUT = datetime.timedelta(seconds=20)
-
-
-@contextlib.contextmanager
-def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Replace functions, given by their dotted names, in a `with` block."""
-    with contextlib.ExitStack() as stack:
-        for target, replacement in replacements.items():
-            stack.enter_context(mock.patch(target, replacement))
-        yield
 
 
 def in_step_3(action: Callable[[Any], None], rank: int = 1) -> Callable[..., Tensor]:
@@ -138,47 +129,55 @@ next_batch = MicroBatchDataLoader.__next__
 
 class Broken(NamedTuple):
     description: str
-    replacements: dict[str, Any]  # of functions, by their dotted names
+    target: str  # dotted name of a function
+    replacement: Any
 
 
 MISTAKES = {
-    "rank_raises": Broken("In step 3, rank 1 raises an exception.", {STEP: in_step_3(fail)}),
-    "rank_stuck": Broken("In step 3, rank 1 sleeps for an hour.", {STEP: in_step_3(sleep)}),
+    "rank_raises": Broken("In step 3, rank 1 raises an exception.", STEP, in_step_3(fail)),
+    "rank_stuck": Broken("In step 3, rank 1 sleeps for an hour.", STEP, in_step_3(sleep)),
     "collective_on_one_rank": Broken(
-        "In step 3, rank 0 alone calls all_reduce.", {STEP: in_step_3(count_tokens, rank=0)}
+        "In step 3, rank 0 alone calls all_reduce.", STEP, in_step_3(count_tokens, rank=0)
     ),
     "another_order": Broken(
         "Rank 1 reduces its buckets in the reverse order.",
-        {"picotron.data_parallel.data_parallel.make_buckets": reversed_buckets},
+        "picotron.data_parallel.data_parallel.make_buckets",
+        reversed_buckets,
     ),
     "own_groups": Broken(
         "Each rank creates only the groups that it belongs to.",
-        {"picotron.process_group_manager.new_groups": own_groups},
+        "picotron.process_group_manager.new_groups",
+        own_groups,
     ),
     "message_not_sent": Broken(
         "Rank 0 does not send the hidden states of micro-batch 2 to the next stage.",
-        {"workbench.pipelines.executor.start_message": lossy_start_message()},
+        "workbench.pipelines.executor.start_message",
+        lossy_start_message(),
     ),
     "ring_skips": Broken(
         "Ring attention through autograd leaves out the keys of later ranks (with cp_sharding contiguous).",
-        {"picotron.context_parallel.context_parallel.RingAttention": SkippingRing},
+        "picotron.context_parallel.context_parallel.RingAttention",
+        SkippingRing,
     ),
     "gradients_not_divided": Broken(
         "The gradients are summed over the ranks, but not divided by their number.",
-        {"picotron.data_parallel.data_parallel.Bucket.launch": launch_sum},
+        "picotron.data_parallel.data_parallel.Bucket.launch",
+        launch_sum,
     ),
     "late_data": Broken(
-        "Each micro-batch arrives 30 ms late.", {"picotron.data.loader.MicroBatchDataLoader.__next__": late_next}
+        "Each micro-batch arrives 30 ms late.", "picotron.data.loader.MicroBatchDataLoader.__next__", late_next
     ),
     "late_sum": Broken(
         "The sum of the tied embedding's gradients arrives 250 ms late.",
-        {"picotron.data_parallel.data_parallel.sum_partial_gradients": late_sum},
+        "picotron.data_parallel.data_parallel.sum_partial_gradients",
+        late_sum,
     ),
     "slow_rank": Broken(
         "pp rank 1 takes twice as long (with logging.trace_steps).",
-        {"workbench.pipelines.executor.record_action": action_of_half_a_processor},
+        "workbench.pipelines.executor.record_action",
+        action_of_half_a_processor,
     ),
-    "nan_on_one_rank": Broken("In step 3, a weight of rank 1 becomes NaN.", {STEP: in_step_3(damage)}),
+    "nan_on_one_rank": Broken("In step 3, a weight of rank 1 becomes NaN.", STEP, in_step_3(damage)),
 }
 
 
@@ -189,8 +188,9 @@ def main() -> None:
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in MISTAKES:
         sys.exit(f"error: there is no mistake {name!r}; choose one of {', '.join(MISTAKES)}")
+    mistake = MISTAKES[name]
     with (
-        replaced(MISTAKES[name].replacements),
+        mock.patch(mistake.target, mistake.replacement),
         mock.patch("torch.distributed.distributed_c10d.default_pg_timeout", TIMEOUT),
     ):
         exit_on_error(train.main)
