@@ -320,13 +320,12 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("zero1: norm_of_own_parts", "    dist.all_reduce(square)\n", "", "conformance/examples/zero1.py step dp2")],
     "conformance/examples/tensor.py": [
         ("tensor: copy_not_summed", "*inputs, copy, all_reduce", "*inputs, copy, copy", "step tp2"),
-        ("tensor: replicas_counted_on_every_rank", "for name in places), torch.zeros",
-         "for name in squares), torch.zeros", "step tp2")],
+        ("tensor: replicas_counted_on_every_rank", "in shards else 1 / ranks", "in shards else 1.0", "step tp2")],
     "conformance/examples/pipeline.py": [
         ("pipeline: tied_gradients_of_one_end", "dist.all_reduce(shared.grad, group=ends)", "pass", "run pp2 tied"),
-        ("pipeline: tied_gradients_counted_twice", ", uncounted=shared if rank == last > 0 else None", "", "run pp2 tied"),
+        ("pipeline: tied_gradients_counted_twice", ", lambda p: float(p is not shared or rank == 0)", "", "run pp2 tied"),
         ("pipeline: newest_micro_batch_first", "waiting.pop(0)", "waiting.pop()", "step pp2"),
-        ("pipeline: norm_of_one_stage", "return sum_norms(own, limit, uncounted=shared if rank == last > 0 else None)",
+        ("pipeline: norm_of_one_stage", "return sum_norms(own, limit, lambda p: float(p is not shared or rank == 0))",
          "return float(nn.utils.clip_grad_norm_(own, limit))", "step pp2")],
     "conformance/examples/ring.py": [
         ("ring: shift_without_backward", "return shift(gradient, -1)", "return gradient", "step cp2"),
@@ -357,8 +356,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "x, all_gather, lambda y: y.chunk(dist.get_world_size())[dist.get_rank()].clone()", "step tp2"),
         ("tp: mean_instead_of_sum", "reduce_scatter, all_gather",
          "lambda y: reduce_scatter(y) / dist.get_world_size(), all_gather", "step tp2"),
-        ("tp: norm_counts_copies", "        dist.all_reduce(square)\n",
-         "        square += rest\n        dist.all_reduce(square)\n        rest = 0.0\n", "step tp2")],
+        ("tp: norm_counts_copies", "in split else 1 / ranks", "in split else 1.0", "step tp2")],
 }  # fmt: skip
 
 # The mistakes that a page of docs/ shows, each in one sentence.

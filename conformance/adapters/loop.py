@@ -23,14 +23,15 @@ def torch_norm(parameters: list[nn.Parameter], limit: float) -> float:
     return float(whole(nn.utils.clip_grad_norm_(parameters, limit)))
 
 
-def sum_norms(parameters: list[nn.Parameter], limit: float, uncounted: nn.Parameter | None = None) -> float:
+def sum_norms(
+    parameters: list[nn.Parameter], limit: float, share: Callable[[nn.Parameter], float] = lambda p: 1.0
+) -> float:
     """Clip by the norm of all ranks' gradients, of which each rank has a part.
 
     Args:
-        uncounted: a parameter whose gradient another rank counts.
+        share: function that returns how much of a gradient's square this rank counts, if others have the same gradient.
     """
-    counted = [p.grad for p in parameters if p.grad is not None and p is not uncounted]
-    square = torch.stack([gradient.square().sum() for gradient in counted]).sum().double()
+    square = torch.stack([p.grad.double().square().sum() * share(p) for p in parameters if p.grad is not None]).sum()
     dist.all_reduce(square)
     nn.utils.clip_grads_with_norm_(parameters, limit, square.sqrt())
     return float(square.sqrt())

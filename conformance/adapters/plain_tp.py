@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from conformance import Case, Part, Result
-from conformance.adapters.loop import accumulate, chunks, train
+from conformance.adapters.loop import accumulate, chunks, sum_norms, train
 from conformance.case import Batch
 from conformance.examples.tensor import Pair
 
@@ -124,8 +124,8 @@ def run(case: Case) -> Result:
     case.require(whole.config.model_type == "llama", "the layers are those of a Llama")
     case.require(whole.config.num_key_value_heads % ranks == 0, "the ranks would share key/value heads")
     model = Model(whole)
-    split = [m.weight for m in model.modules() if isinstance(m, (Columns, Rows))]
-    copied = [p for p in model.parameters() if not any(p is each for each in split)]
+    split = {m.weight for m in model.modules() if isinstance(m, (Columns, Rows))}
+    copied = [p for p in model.parameters() if p not in split]
 
     def backward(batch: Batch, total: Tensor) -> float:
         own = chunks(batch, ranks, 1)[rank]  # (G, T) -> (G, T/tp)
@@ -136,12 +136,7 @@ def run(case: Case) -> Result:
         return float(loss)
 
     def clip(own: list[nn.Parameter], limit: float) -> float:
-        square, rest = (
-            torch.stack([p.grad.square().sum() for p in each if p.grad is not None]).sum() for each in (split, copied)
-        )
-        dist.all_reduce(square)
-        nn.utils.clip_grads_with_norm_(own, limit, (square + rest).sqrt())
-        return float((square + rest).sqrt())
+        return sum_norms(own, limit, lambda p: 1.0 if p in split else 1 / ranks)
 
     def parts(tensors: Any) -> dict[str, Part]:
         """Return the parts of transformers' matrices that this rank's tensors hold."""

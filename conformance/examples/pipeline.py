@@ -70,6 +70,6 @@ def run(case: Case) -> Result:
         return float(loss) if rank == last else None
 
     def clip(own: list[nn.Parameter], limit: float) -> float:
-        return sum_norms(own, limit, uncounted=shared if rank == last > 0 else None)
+        return sum_norms(own, limit, lambda p: float(p is not shared or rank == 0))
 
     return train(case, parameters, backward, clip)

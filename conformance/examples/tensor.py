@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance import Case, Part, Result
-from conformance.adapters.loop import accumulate, train
+from conformance.adapters.loop import accumulate, sum_norms, train
 from conformance.case import Batch
 from conformance.reference import logits_of
 
@@ -75,11 +75,8 @@ def run(case: Case) -> Result:
         return float(accumulate(case, batch, total, lambda piece: logits_of(model, piece)))  # the same on all ranks
 
     def clip(own: list[nn.Parameter], limit: float) -> float:
-        squares = {name: p.grad.double().square().sum() for name, p in parameters.items() if p.grad is not None}
-        square = all_reduce(sum((squares[name] for name in places), torch.zeros((), dtype=torch.float64)))
-        norm = (square + sum(x for name, x in squares.items() if name not in places)).sqrt()  # replicas count once
-        nn.utils.clip_grads_with_norm_(own, limit, norm)
-        return float(norm)
+        ranks, shards = dist.get_world_size(), {parameters[name] for name in places}
+        return sum_norms(own, limit, lambda p: 1.0 if p in shards else 1 / ranks)  # replicas count once
 
     def parts(own: Mapping[str, Any]) -> dict[str, Tensor | Part]:
         """Return each tensor with the place of its first element in the whole one."""
