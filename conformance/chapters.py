@@ -43,7 +43,6 @@ class Chapter:
         shape: number of sequences of a global batch, and their length.
         documents: how many boundaries of documents a sequence has, on average.
         norms: norm to which gradients are clipped, with masked targets and without: between the norms of the steps.
-        apart: of every other step, tokens are multiples of this number: fewer ones have larger gradients.
         layers: layers for each pp rank without a schedule, at least; there are two or more.
         model: keys of config.json.
     """
@@ -56,7 +55,6 @@ class Chapter:
     shape: tuple[int, int] = (16, 40)
     documents: float = 2.0
     norms: tuple[float, float] = (3.1, 1.95)
-    apart: int = 1
     layers: int = 2
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -78,7 +76,7 @@ CHAPTERS = {
     # theta, the others are far from numbers in bfloat16.
     "mixed": Chapter(
         "the same in bfloat16 with float32 master weights", RUN | NARROW | {"dtype": "bfloat16"},
-        (*PARTS_OF_RUN, "tied"), (2, 4), saves=1, shape=(8, 320), documents=0.7, norms=(1.5, 1.0), apart=1, layers=1,
+        (*PARTS_OF_RUN, "tied"), (2, 4), saves=1, shape=(8, 320), documents=0.7, norms=(1.5, 1.0), layers=1,
         model={"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.13}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 6.0}},
     ),
@@ -119,14 +117,13 @@ def counted(step: int, weights: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw_batch(step: int, vocab_size: int, parts: Collection[str], chapter: Chapter, seed: int) -> Batch:
-    """Draw the global batch of a step. Every other one has few different tokens and targets: large gradients."""
+    """Draw the global batch of a step. Every other one has few targets: large gradients."""
     (sequences, length), generator = chapter.shape, torch.Generator().manual_seed(1000 * (seed + 1) + step)
 
     def draw(*shape: int) -> Tensor:
         return torch.rand(shape, dtype=torch.float64, generator=generator)
 
-    apart = 1 if step % 2 else chapter.apart
-    ids = torch.randint(vocab_size // apart, (sequences, length + 1), generator=generator) * apart
+    ids = torch.randint(vocab_size, (sequences, length + 1), generator=generator)
     batch, weights = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:]}, torch.ones(sequences, length).double()
     if "masks" in parts:  # a row keeps between none and all of its targets
         rate = (draw(sequences, 1) + step % 2) / (1 + step % 2) * (torch.arange(sequences) % 8 > 0)[:, None]

@@ -12,7 +12,8 @@ from conformance.reference import Reference
 from conformance.result import Part, Result
 
 LIMIT = 1e-9  # largest relative error in float64
-Key = tuple[str, Any]  # ("loss", step) or ("gradient", (name of the parameter, step))
+Key = tuple[str, str, int]  # `Difference.what`, name of the parameter or "", step
+Kind = tuple[str, int]  # `gradient` or `update`, step
 Error = Callable[[Tensor, Tensor, Tensor], float]
 
 
@@ -22,15 +23,15 @@ class Limits:
 
     Args:
         errors: the largest error of each number and tensor.
-        shares: weight of each parameter in `precision.bias`, by kind (`gradient`, `update`) and step.
+        shares: weight of each parameter in `precision.bias`.
         biases: largest |bias|, by the same keys.
         factors: largest factor of each of them, less 1.
     """
 
     errors: dict[Key, float]
-    shares: dict[Key, dict[str, float]] = dataclasses.field(default_factory=dict)
-    biases: dict[Key, float] = dataclasses.field(default_factory=dict)
-    factors: dict[Key, dict[str, float]] = dataclasses.field(default_factory=dict)
+    shares: dict[Kind, dict[str, float]] = dataclasses.field(default_factory=dict)
+    biases: dict[Kind, float] = dataclasses.field(default_factory=dict)
+    factors: dict[Kind, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Difference:
     error: float = math.inf
     bound: float = LIMIT
     hint: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.what, self.name, self.step
 
     def __str__(self) -> str:
         place = f" of {self.name}{list(self.index) if self.index else ''}" if self.name else ""
@@ -100,7 +105,7 @@ def relative_error(actual: Any, expected: Any) -> float:
 
 def errors_of_reference(found: Reference, right: Reference, first_step: int) -> dict[Key, float]:
     """Return the errors of all results of a second reference, as `compare` measures them for narrow dtypes."""
-    return {key: error for key, error, _ in measure([found.local()], right, first_step + 1, mean_error)}
+    return {each.key: each.error for each in measure([found.local()], right, first_step + 1, mean_error)}
 
 
 def compare(
@@ -123,20 +128,17 @@ def compare(
     """
     errors: dict[str, float] = {}
     error_of = largest_error if limits is None else mean_error
-    for key, error, difference in measure(results, right, first_step + 1, error_of):
-        bound = max(LIMIT if limits is None else limits.errors.get(key, 0.0), (known or {}).get(key[0], 0.0))
-        errors[key[0]] = max(errors.get(key[0], 0.0), error)
-        if not error <= bound:
-            return errors, dataclasses.replace(difference, error=error, bound=bound)
+    for each in measure(results, right, first_step + 1, error_of):
+        bound = max(LIMIT if limits is None else limits.errors.get(each.key, 0.0), (known or {}).get(each.what, 0.0))
+        errors[each.what] = max(errors.get(each.what, 0.0), each.error)
+        if not each.error <= bound:
+            return errors, dataclasses.replace(each, bound=bound)
     return errors, None
 
 
-Measured = Iterator[tuple[Key, float, Difference]]
-
-
-def measure(results: Sequence[Result], right: Reference, step: int, error_of: Error) -> Measured:
-    """Yield the key, the error and the place of every result, those of the first step first. Names come before numbers:
-    with other parameters, it is another model.
+def measure(results: Sequence[Result], right: Reference, step: int, error_of: Error) -> Iterator[Difference]:
+    """Yield every result with its error, those of the first step first. Names come before numbers: with other
+    parameters, it is another model.
     """
     kinds = {"loss": "losses", "gradient norm": "grad_norms", "evaluation": "evaluations"}
     last = step + len(right.losses) - 1
@@ -144,8 +146,7 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
         known = {*right.weights, "lm_head.weight"} if "model.embed_tokens.weight" in right.weights else right.weights
         for what, tensors in (*(("gradient", each) for each in result.gradients[:1]), ("weight", result.weights)):
             for unknown in sorted(tensors.keys() - known):
-                hint = f"the model has no parameter {unknown}"
-                yield (what, (unknown, step)), math.inf, Difference(what, step, (rank,), hint=hint)
+                yield Difference(what, step, (rank,), hint=f"the model has no parameter {unknown}")
     for i in range(len(right.losses)):
         for what, field in kinds.items():
             if what == "gradient norm" and any(each.gradients[i:] for each in results):
@@ -154,34 +155,33 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
             yield from of_numbers(what, [getattr(each, field) for each in results], getattr(right, field), i, step + i)
     yield from of_tensors("weight", [each.weights for each in results], right.weights, right.initial, last, error_of)
     for rank, result in enumerate(results):
-        for i, tokens in enumerate(result.tokens):
-            for place, (a, b) in enumerate(zip(tokens, right.tokens[i] if i < len(right.tokens) else (), strict=False)):
-                where = Difference("token", max(last, 1), (rank,), f"prompt {i}", (place,), a, b)
-                yield ("token", (i, place)), 0.0 if a == b else math.inf, where
-    counts = {len(each.tokens) for each in results if each.tokens}
-    if right.tokens and counts != {len(right.tokens)}:
-        hint = f"the ranks returned the tokens of {max(counts, default=0)} prompts, not of {len(right.tokens)}"
-        yield ("token", None), math.inf, Difference("token", last, hint=hint)
-    elif right.tokens and {len(t) for each in results for t in each.tokens} != {len(right.tokens[0])}:
-        yield ("token", None), math.inf, Difference("token", last, hint="the ranks returned a wrong number of tokens")
+        for i, both in enumerate(zip(result.tokens, right.tokens, strict=False)):
+            for place, (a, b) in enumerate(zip(*both, strict=False)):
+                error = 0.0 if a == b else math.inf
+                yield Difference("token", max(last, 1), (rank,), f"prompt {i}", (place,), a, b, error)
+    lengths, wanted = {tuple(map(len, each.tokens)) for each in results if each.tokens}, tuple(map(len, right.tokens))
+    if wanted and lengths != {wanted}:
+        yield Difference("token", last, hint=f"the numbers of tokens of each prompt are {lengths or 0}, not {wanted}")
 
 
-def of_numbers(what: str, lists: list[Sequence[float]], right: Sequence[float], i: int, step: int) -> Measured:
+def of_numbers(
+    what: str, lists: list[Sequence[float]], right: Sequence[float], i: int, step: int
+) -> Iterator[Difference]:
     if not right:
         return
     if not any(len(values) for values in lists):
-        yield (what, step), math.inf, Difference(what, step, hint="no rank returned it")
+        yield Difference(what, step, hint="no rank returned it")
     for rank, values in enumerate(lists):
         if len(values):
             if len(values) != len(right):
                 hint = f"{len(values)} values for {len(right)} steps"
-                yield (what, step), math.inf, Difference(what, step, (rank,), hint=hint)
+                yield Difference(what, step, (rank,), hint=hint)
                 return
             a, b = float(values[i]), right[i]
             tensors = torch.tensor([a], dtype=torch.float64), torch.tensor([b], dtype=torch.float64)
             same = tuple(r for r, each in enumerate(lists) if len(each) > i and float(each[i]) == a)
-            where = Difference(what, step, same, found=a, right=b, hint=ratio(*tensors))
-            yield (what, step), largest_error(*tensors, tensors[1]), where
+            error = largest_error(*tensors, tensors[1])
+            yield Difference(what, step, same, found=a, right=b, error=error, hint=ratio(*tensors))
 
 
 def of_tensors(
@@ -191,16 +191,16 @@ def of_tensors(
     initial: Mapping[str, Tensor],
     step: int,
     error_of: Error,
-) -> Measured:
+) -> Iterator[Difference]:
     """Measure tensors. With `mean_error`, the error of a weight is relative to its update."""
     if not any(of_ranks):
         if what == "weight" and right:
-            yield (what, None), math.inf, Difference(what, step, hint="no rank returned it")
+            yield Difference(what, step, hint="no rank returned it")
         return
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
     for name, whole in right.items():
         missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
-        parts = dict[Any, tuple[float, int, Difference]]()  # the worst replica of each part
+        parts = dict[Any, tuple[int, Difference]]()  # the worst replica of each part, with its number of elements
         if error_of is mean_error and name in initial:
             scale = whole - initial[name]
         for rank, found in enumerate(of_ranks):
@@ -210,7 +210,7 @@ def of_tensors(
                 try:
                     expected = part.of(whole)
                 except IndexError as wrong:
-                    yield (what, (name, step)), math.inf, Difference(what, step, (rank,), name, hint=f"it is {wrong}")
+                    yield Difference(what, step, (rank,), name, hint=f"it is {wrong}")
                     return
                 part.of(missing).fill_(False)
                 if not part.tensor.numel():
@@ -218,17 +218,18 @@ def of_tensors(
                 actual = part.tensor.to(torch.float64)
                 error = error_of(actual, expected.double(), scale.double())
                 place = place_of(what, step, rank, name, part, actual, expected, whole)
+                place = dataclasses.replace(place, error=error)
                 if error_of is largest_error:
-                    yield (what, (name, step)), error, place
-                elif error >= parts.get(at := (part.start, part.tensor.shape), (0.0,))[0]:
-                    parts[at] = error, part.tensor.numel(), place
+                    yield place
+                elif (at := (part.start, part.tensor.shape)) not in parts or error >= parts[at][1].error:
+                    parts[at] = part.tensor.numel(), place
         if parts:  # the error of the whole tensor: parts differ by chance
-            square = sum(error**2 * numel for error, numel, _ in parts.values())
-            _, _, place = max(parts.values(), key=lambda each: each[0])
-            yield (what, (name, step)), math.sqrt(square / sum(numel for _, numel, _ in parts.values())), place
+            square = sum(numel * place.error**2 for numel, place in parts.values())
+            _, place = max(parts.values(), key=lambda each: each[1].error)
+            yield dataclasses.replace(place, error=math.sqrt(square / sum(numel for numel, _ in parts.values())))
         if missing.any():
             index = tuple(missing.nonzero()[0].tolist())
-            yield (what, (name, step)), math.inf, Difference(what, step, (), name, index, hint="no rank returned it")
+            yield Difference(what, step, (), name, index, hint="no rank returned it")
 
 
 def place_of(
@@ -245,15 +246,22 @@ def place_of(
     return Difference(what, step, (rank,), name, index, found, right, hint=ratio(actual, expected))
 
 
-def ratio(found: Tensor, right: Tensor) -> str:
-    """Return a hint if all elements are the same multiple of what they should be, as after a forgotten mean."""
+def factor_of(found: Tensor, right: Tensor) -> float | None:
+    """Return the number by which all elements are multiplied, as after a forgotten mean; None if there is none."""
     counted = right.abs() > right.abs().max() * 1e-3
     quotients = (found[counted] / right[counted]).double()
     if not quotients.numel() or not torch.isfinite(quotients).all():
-        return ""
+        return None
     factor = quotients.median().item()
-    steady = (quotients - factor).abs().max().item() <= 1e-6 * abs(factor)
-    simple = min(abs(factor * n - round(factor * n)) for n in (1, 2, 3, 4, 6, 8, 16)) < 1e-6 * abs(factor)
-    if not steady or abs(factor - 1) < 1e-6 or not (simple or found.numel() > 1):
+    return factor if (quotients - factor).abs().max().item() <= 1e-6 * abs(factor) else None
+
+
+def ratio(found: Tensor, right: Tensor) -> str:
+    """Return a hint about `factor_of`; a single number has always one, and is told only a simple one."""
+    factor = factor_of(found, right)
+    if factor is None or abs(factor - 1) < 1e-6:
         return ""
-    return f"all of it is {factor:.6g} times what it should be" if found.numel() > 1 else f"a factor of {factor:.6g}"
+    if found.numel() > 1:
+        return f"all of it is {factor:.6g} times what it should be"
+    simple = min(abs(factor * n - round(factor * n)) for n in (1, 2, 3, 4, 6, 8, 16)) < 1e-6 * abs(factor)
+    return f"a factor of {factor:.6g}" if simple else ""

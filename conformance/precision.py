@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from conformance.case import Case
-from conformance.compare import Difference, Key, Limits, mean_error
+from conformance.compare import Difference, Kind, Limits, mean_error
 from conformance.reference import Reference, adamw
 from conformance.result import Result
 
 UNIT = torch.finfo(torch.float32).eps
 FEW, MANY = 16, 512  # numbers from which bits are no accident, and numbers that are enough
-Factors = dict[Key, dict[str, float]]
+Factors = dict[Kind, dict[str, float]]
 
 
 class Replay:

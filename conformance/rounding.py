@@ -142,9 +142,7 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
             every |= factors_of(case, part.gradients, part.weights, want)
         factors.append(every)
     bounds = {  # a number is a sum in float32 in any case
-        key: DEVIATIONS * root_mean_square(each) + 8 * UNIT
-        if isinstance(key[1], int)
-        else MEANS * root_mean_square(each)
+        key: DEVIATIONS * root_mean_square(each) + 8 * UNIT if not key[1] else MEANS * root_mean_square(each)
         for key, each in errors.items()
     }
     spread = {
@@ -159,7 +157,7 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
         for name, each in names.items():
             group = kind, re.sub(r"\d+", "", name)
             alike[group] = max(each, alike.get(group, 0.0))
-    largest = dict[Key, dict[str, float]]()
+    largest: Factors = {}
     for key, names in spread.items():
         largest[key] = {name: TENSORS * alike[key[0], re.sub(r"\d+", "", name)] for name in names}
         if key[0] == "update":  # to round its numbers, such as 1 - lr * decay, to float32 changes all weights alike

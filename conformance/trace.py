@@ -200,14 +200,12 @@ class Trace:
             rows = None if rows is None else rows[kept]
             x = x.reshape(lead.numel(), -1)[kept]
             x = x[:, ~x.isneginf().all(0)]  # without the logits of a vocabulary's padding
-            place: Any = {"call": record.call, "again": record.again, "index": record.index}
-            place |= {"length": lead.numel(), "kept": kept}
-            value = Local(rank, key, label, x, right.x, rows, **place)
+            value = Local(rank, key, label, x, right.x, rows, None, record.call, record.again)
             self.add(value)
             key = (key[0], Phase.BACKWARD, *key[2:])
             if grad is not None and grad.shape == record.values.x.shape and key in self.right:
                 x, right = grad.reshape(lead.numel(), -1)[kept][:, : x.size(1)], self.right[key]
-                self.add(Local(rank, key, label, x, right.x, rows, value=value, **place))
+                self.add(Local(rank, key, label, x, right.x, rows, None, record.call, record.again, value))
 
     def add(self, each: Local) -> None:
         self.at.setdefault(each.key, []).append(each)
@@ -351,7 +349,8 @@ class Trace:
                 )
                 if key is not None:
                     ranks = sorted({each.rank for each in self.at[key] if each.is_right is False})
-                    self.first = fields_of(key, ranks)
+                    where = {"step": step + 1, "phase": phase.name, "module": key[2], "kind": key[3]}
+                    self.first = where | {"ranks": ranks}
                 if phase == Phase.NORM:
                     text = self.say.clipping(step)
                     if difference is not None and (difference.step, difference.name) == (step + 1, ""):
@@ -379,8 +378,3 @@ class Trace:
         if not is_complete:
             return self.say.on_no_rank(key, ~covered)
         return self.say.unequal_shards(key, right) if key[1] == Phase.LOAD and len(right) == len(found) else ""
-
-
-def fields_of(key: Key, ranks: list[int]) -> dict[str, Any]:
-    """Return the place of a tensor, for programs."""
-    return {"step": key[0] + 1, "phase": key[1].name, "module": key[2], "kind": key[3], "ranks": ranks}

@@ -36,7 +36,6 @@ class Record:
     Args:
         step: the step, from 0: that of the last batch that was asked for.
         epoch: number of updates of the weights before it.
-        index: its place among the records.
         call: number of the outermost call of a module, within which it was recorded.
         name: the trainer's name of the module.
         kind: `input`, `output`; `weight`, `bias` before the step; or `clipped weight`, `clipped bias` for the gradient
@@ -51,7 +50,6 @@ class Record:
     values: Values
     again: bool
     epoch: int = 0
-    index: int = 0
 
 
 class Recorder:
@@ -173,7 +171,7 @@ class Recorder:
 
     def add(self, name: str, kind: str, values: Values) -> None:
         again = torch._C._current_graph_task_id() != -1
-        self.records.append(Record(self.step, self.call, name, kind, values, again, self.epoch, len(self.records)))
+        self.records.append(Record(self.step, self.call, name, kind, values, again, self.epoch))
 
 
 def add_gradient(values: Values, gradient: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from typing import Any
 
 from torch import Tensor
 
@@ -52,7 +51,6 @@ class Local:
         value: the activation of which it is the gradient.
         is_right: None: nothing says with which numbers to compare it.
         ranks: the ranks of whose tensors only the sum is right.
-        index, length, kept: its record, the number of that tensor's rows, and which of them x has.
     """
 
     rank: int
@@ -67,6 +65,3 @@ class Local:
     value: "Local | None" = None
     is_right: bool | None = None
     ranks: tuple[int, ...] = ()
-    index: int = -1
-    length: int = 1
-    kept: Any = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.compare import LIMIT, Difference, unequal
+from conformance.compare import LIMIT, Difference, factor_of, unequal
 from conformance.trace_places import rows_alike
 from conformance.trace_tensors import Key, Local
 
@@ -194,15 +194,10 @@ class Sentences:
 
 def one_factor(x: Tensor, want: Tensor) -> str:
     """Say that a tensor is a multiple of what it should be; "" if it is not."""
-    counted = want.abs() > 1e-3 * want.abs().max()
-    ratios = (x / want)[counted]
-    if not len(ratios) or not ratios.isfinite().all():
+    c = factor_of(x, want)
+    if c is None or abs(c - 1) <= 1e-9:
         return ""
-    if not x.any():
-        return " is 0"
-    c = ratios.median().item()
-    is_one = (ratios - c).abs().max() < 1e-6 * abs(c) and abs(c - 1) > 1e-9
-    return f" is {times(c)} times what it should be" if is_one else ""
+    return f" is {times(c)} times what it should be" if c else " is 0"
 
 
 def times(factor: float) -> str:
