@@ -50,6 +50,8 @@ def train(
     case: Case,
     batch_of: Callable[[int], Batch],
     rounding: Any = None,
+    loss_of: Callable[[Tensor, Batch], Tensor] | None = None,
+    after_step: Callable[[nn.Module], object] = bool,
 ) -> Reference:
     """Train a model with the hyperparameters of a case.
 
@@ -57,6 +59,8 @@ def train(
         model: transformers' model, or another one with `logits` in its output.
         batch_of: function of the step (0, 1, ...) that returns its global batch; of -1: the batch for evaluations.
         rounding: errors to make, see `Rounding`.
+        loss_of: function of the logits and the batch; None: the mean of `Case.token_losses`.
+        after_step: function of the model, which is called after each step of the optimizer.
 
     Returns:
         The results of all steps up to `case.last_step`.
@@ -69,6 +73,8 @@ def train(
         with rounding or contextlib.nullcontext():
             logits = logits_of(model, batch)
         own = logits if rounding is None else logits.detach().requires_grad_()
+        if loss_of is not None:
+            return loss_of(own, batch), logits, own
         weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
         return (token_losses(own, batch["target_ids"], case.loss) * weights).sum() / weights.sum(), logits, own
 
@@ -87,6 +93,7 @@ def train(
         limit = math.inf if case.max_grad_norm is None else case.max_grad_norm
         norm = nn.utils.clip_grad_norm_(parameters.values(), limit).item()
         optimizer.step()
+        after_step(model)
         if rounding:
             rounding.round_weights(model)
         found.losses.append(loss.item())

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from conformance.fuzz.chat_templates import TEMPLATES
-from conformance.fuzz.pipelines import Case, draw_modules, smaller_modules
-from conformance.fuzz.programs import draw_program, smaller_programs
+from conformance.fuzz.pipelines import Case, draw_modules
+from conformance.fuzz.programs import draw_program
 from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES, WITH_EXPERTS
 from picotron.config import Training
@@ -22,15 +22,22 @@ BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "trainin
 PROGRAMS = 0.25  # share of the programs among the cases
 EXPERTS = 0.25  # share of the models with experts among the models
 STEPS = 3
-SECTIONS = ("model", "data")
-SIMPLE: Case = {  # what a case is simplified to
+SIMPLE: Case = {"resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "given_up": None}
+SECTIONS: Case = {  # what the sections of a case are simplified to
+    "config": {f"distributed.{axis}_size": 1 for axis in ("ep", "dp", "pp", "cp", "tp")},
     "model": {
         "family": "llama", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
     },
     "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy", "packed": False},
-    "resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "given_up": None,
+    "modules": {"dp": 1, "frozen": [], "dp_engine": "bucket", "engine": "1f1b"},
+    "program": {"ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"},
 }  # fmt: skip
+NUMBERS = (  # that are made smaller
+    ("config", "training.seq_length"), ("config", "training.gradient_accumulation_steps"),
+    ("config", "training.micro_batch_size"), ("model", "num_hidden_layers"), ("model", "num_attention_heads"),
+    ("modules", "m"),
+)  # fmt: skip
 SEED, CASES = 30, 150  # of the random cases in `make test`
 
 
@@ -319,30 +326,25 @@ def is_packable(data: dict[str, Any]) -> bool:
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler variants of a case, the simplest first."""
-    if "program" in case:
-        yield from smaller_programs(case)
-        return
-    if "modules" in case:
-        yield from smaller_modules(case)
-        return
+
+    def changed(section: str, key: str, value: Any) -> Case:
+        return case | {section: case[section] | {key: value}}
+
     for key, value in SIMPLE.items():
-        if key not in SECTIONS and case.get(key, value) != value:
+        if case.get(key, value) != value:
             yield case | {key: value}
-    for key in case["config"]:
+    for key in case.get("config", ()):
         if not key.endswith(("_size", "seq_length", "accumulation_steps")):
             yield case | {"config": {other: value for other, value in case["config"].items() if other != key}}
-    for axis in ("ep", "dp", "pp", "cp", "tp"):
-        if case["config"].get(f"distributed.{axis}_size", 1) > 1:
-            yield case | {"config": case["config"] | {f"distributed.{axis}_size": 1}}
-    for section in SECTIONS:
-        for key, value in SIMPLE[section].items():
+    for section in filter(case.__contains__, SECTIONS):
+        for key, value in SECTIONS[section].items():
             if case[section].get(key, value) != value:
-                yield case | {section: case[section] | {key: value}}
-    for section, key in (
-        ("config", "training.seq_length"), ("config", "training.gradient_accumulation_steps"),
-        ("config", "training.micro_batch_size"), ("model", "num_hidden_layers"), ("model", "num_attention_heads"),
-    ):  # fmt: skip
-        value = case[section][key]
+                yield changed(section, key, value)
+    for section, key in NUMBERS:
+        value = case.get(section, {}).get(key, 1)
         for less in (1, value // 2, value - 1):
             if 1 <= less < value:
-                yield case | {section: case[section] | {key: less}}
+                yield changed(section, key, less)
+    operations = case.get("program", {}).get("operations", [])
+    for i in range(len(operations)):
+        yield changed("program", "operations", operations[:i] + operations[i + 1 :])

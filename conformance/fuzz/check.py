@@ -69,15 +69,12 @@ def compare(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -
     for part, (ranks, right) in enumerate(zip(found, expected, strict=True)):
         for rank, result in enumerate(ranks):
             for kind, values in result.items():
-                if kind in ("gradients", "weights"):
-                    if values.keys() != right[kind].keys():
-                        return Result("different", f"{kind} of other parameters: {values.keys() ^ right[kind].keys()}")
-                    largest = max(tensor.abs().max().item() for tensor in right[kind].values())
-                    pairs = [(f"{kind} of {name}", tensor, right[kind][name]) for name, tensor in values.items()]
-                else:
-                    largest = 0.0
-                    pairs = [(kind, *(torch.tensor(each, dtype=torch.float64) for each in (values, right[kind])))]
-                for what, ours, theirs in pairs:
+                named, wanted = tensors_of(values), tensors_of(right[kind])
+                if named.keys() != wanted.keys():
+                    return Result("different", f"{kind} of other parameters: {named.keys() ^ wanted.keys()}")
+                largest = max((tensor.abs().max().item() for tensor in wanted.values() if tensor.numel()), default=0.0)
+                for name, ours in named.items():
+                    what, theirs = f"{kind} of {name}", wanted[name]
                     if ours.shape != theirs.shape:
                         return Result("different", f"{what}: {list(ours.shape)} values, expected {list(theirs.shape)}")
                     if ours.numel() == 0:
@@ -91,6 +88,11 @@ def compare(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -
                             shown = f"; {ours.tolist()}, expected {theirs.tolist()}" if ours.numel() <= 3 else ""
                             return Result("different", where + shown, error)
     return Result("equal", where, worst)
+
+
+def tensors_of(values: Any) -> dict[Any, torch.Tensor]:
+    """Return tensors by name: those of parameters, or the numbers of all steps."""
+    return values if isinstance(values, dict) else {"all steps": torch.tensor(values, dtype=torch.float64)}
 
 
 def shrink(pool: WorkerPool, case: Case, seconds: float = 60.0, run: Any = run_part) -> Case:

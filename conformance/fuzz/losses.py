@@ -19,46 +19,34 @@ from workbench.own_loops.log_probs import log_probs
 Batch = dict[str, Any]
 
 
+def focal_terms(log_probs: Tensor) -> Tensor:
+    """Compute the focal loss of each target; 0 for a target that does not count, whose log-probability is 0."""
+    return -((1 - log_probs.exp()) ** 2) * log_probs
+
+
+def preference_terms(log_probs: Tensor) -> Tensor:
+    """Compute the loss of each pair of sequences, as in DPO, from the log-probabilities of whole sequences."""
+    chosen, rejected = log_probs.unflatten(0, (-1, 2)).unbind(1)
+    return -F.logsigmoid(0.3 * (chosen - rejected))
+
+
+def negative_entropy(logits: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return (log_probs.exp() * log_probs).sum(-1).mean()
+
+
 def focal(head: Any, x: Tensor, batch: Batch) -> Any:
-    """The focal loss: a sum over tokens, their number, a statistic. It does not use the head where no token counts."""
+    """A sum over tokens, their number, and a statistic. It does not use the head where no token counts."""
     counted = batch["target_ids"] != IGNORE_INDEX
     if not counted.any():
         return x.sum() * 0, 0.0, {"log_prob": x.new_zeros(())}
     target_log_probs = log_probs(head, x, batch["target_ids"])
-    losses = -((1 - target_log_probs.exp()) ** 2) * target_log_probs
-    return losses.sum(), counted.sum(), {"log_prob": target_log_probs.sum()}
-
-
-def mean_log_prob(logits: Tensor, batch: Batch) -> Tensor:
-    return -cross_entropy(logits, batch["target_ids"]).sum() / (batch["target_ids"] != IGNORE_INDEX).sum()
-
-
-def focal_of_logits(logits: Tensor, batch: Batch) -> Tensor:
-    log_probs, counted = -cross_entropy(logits, batch["target_ids"]), batch["target_ids"] != IGNORE_INDEX
-    return -((1 - log_probs.exp()) ** 2 * log_probs).sum() / counted.sum()
+    return focal_terms(target_log_probs).sum(), counted.sum(), {"log_prob": target_log_probs.sum()}
 
 
 def preference(head: Any, x: Tensor, batch: Batch) -> Any:
-    """A loss of pairs of sequences, as in DPO: it needs the log-probability of a whole sequence."""
-    chosen, rejected = (
-        batches.sum_over_sequence(log_probs(head, x, batch["target_ids"])).unflatten(0, (-1, 2)).unbind(1)
-    )
-    return -F.logsigmoid(0.3 * (chosen - rejected)).sum(), float(len(chosen)), {}
-
-
-def preference_of_logits(logits: Tensor, batch: Batch) -> Tensor:
-    chosen, rejected = (-cross_entropy(logits, batch["target_ids"])).sum(1).unflatten(0, (-1, 2)).unbind(1)
-    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
-
-
-def from_logits(head: Any, x: Tensor, batch: Batch) -> Tensor:
-    """A mean over tokens that needs all logits: the negative entropy."""
-    return negative_entropy(head(x))
-
-
-def negative_entropy(logits: Tensor, _: Any = None) -> Tensor:
-    log_probs = logits.log_softmax(-1)
-    return (log_probs.exp() * log_probs).sum(-1).mean()
+    terms = preference_terms(batches.sum_over_sequence(log_probs(head, x, batch["target_ids"])))
+    return terms.sum(), float(len(terms)), {}
 
 
 def from_local_logits(head: Any, x: Tensor, batch: Batch) -> Any:
@@ -68,15 +56,27 @@ def from_local_logits(head: Any, x: Tensor, batch: Batch) -> Any:
     return total.sum(), float(total.numel()), {}
 
 
-def squares_of_logits(logits: Tensor, _: Any = None) -> Tensor:
-    return logits.square().sum(-1).mean()
+def mean_of_counted(terms: Tensor, batch: Batch) -> Tensor:
+    return terms.sum() / (batch["target_ids"] != IGNORE_INDEX).sum()
+
+
+def log_probs_of(logits: Tensor, batch: Batch) -> Tensor:
+    return -cross_entropy(logits, batch["target_ids"])
+
+
+def weighted_mean(logits: Tensor, batch: Batch) -> Tensor:
+    """Compute the weighted cross entropy of the rows of each `dp_rank`, and the mean over the ranks."""
+    losses, weights = cross_entropy(logits, batch["target_ids"]), weights_of(batch)
+    ranks = [batch["dp_rank"] == rank for rank in batch["dp_rank"].unique()]
+    return torch.stack([(losses[rows] * weights[rows]).sum() / weights[rows].sum() for rows in ranks]).mean()
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Batch], Tensor]]] = {
-    "focal": (focal, focal_of_logits),
-    "preference": (preference, preference_of_logits),
-    "logits": (from_logits, negative_entropy),
-    "local_logits": (from_local_logits, squares_of_logits),
+    "cross_entropy": (batches.cross_entropy, weighted_mean),
+    "focal": (focal, lambda logits, batch: mean_of_counted(focal_terms(log_probs_of(logits, batch)), batch)),
+    "preference": (preference, lambda logits, batch: preference_terms(log_probs_of(logits, batch).sum(1)).mean()),
+    "logits": (lambda head, x, batch: negative_entropy(head(x)), lambda logits, batch: negative_entropy(logits)),
+    "local_logits": (from_local_logits, lambda logits, batch: logits.square().sum(-1).mean()),
 }
 
 
@@ -91,9 +91,3 @@ def failing(loss_fn: Callable[..., Any], where: str, last: int) -> Callable[...,
         return loss_fn(head, Fails.apply(x) if fails and where == "backward" else x, batch)
 
     return loss
-
-
-def weighted_mean(logits: Tensor, batch: Batch, rows_of_ranks: list[Tensor]) -> Tensor:
-    """Compute the weighted cross entropy of each group of rows, and the mean over the groups."""
-    losses, weights = cross_entropy(logits, batch["target_ids"]), weights_of(batch)
-    return torch.stack([(losses[r] * weights[r]).sum() / weights[r].sum() for r in rows_of_ranks]).mean()

@@ -5,7 +5,7 @@ shapes; a matrix is at two places, and some weights are not used.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def pipeline_of(schedule: Schedule, frozen: list[int]) -> Pipeline:
     stages = schedule.num_stages
     modules = dict(enumerate(modules_of(stages)))
     for number in frozen:
-        modules[number].requires_grad_(False)
+        modules[number % stages].requires_grad_(False)
     return Pipeline(modules, received(stages), schedule, [tied_places(stages)])
 
 
@@ -154,7 +154,7 @@ def expected(case: Case) -> dict[str, Any]:
     (first, one), (second, _) = tied_places(stages)
     modules[second].head.weight = modules[first].get_parameter(one)
     for number in case["frozen"]:
-        modules[number].requires_grad_(False)
+        modules[number % stages].requires_grad_(False)
     parameters = [p for p in nn.ModuleList(modules).parameters() if p.requires_grad]
     optimizer = torch_adamw(parameters, TRAINING)
     losses, norms = [], []
@@ -183,15 +183,3 @@ def draw_modules(dice: random.Random) -> Case:
     frozen = sorted(dice.sample(range(stages), dice.randint(0, stages - 1))) if dice.random() < 0.3 else []
     dp, dp_engine = dice.choice((1, 4 // pp)), dice.choice(list(WRAPPERS))
     return {"engine": engine, "pp": pp, "dp": dp, "m": m, "dp_engine": dp_engine, "frozen": frozen}
-
-
-def smaller_modules(case: Case) -> Iterator[Case]:
-    """Yield simpler variants of a case, the simplest first."""
-    modules = case["modules"]
-    for key, value in {"dp": 1, "frozen": [], "dp_engine": "bucket", "engine": "1f1b"}.items():
-        if modules[key] != value:
-            frozen = {"frozen": []} if key == "engine" else {}  # other stages
-            yield {"modules": modules | {key: value} | frozen}
-    for less in (1, modules["m"] // 2, modules["m"] - 1):
-        if 1 <= less < modules["m"]:
-            yield {"modules": modules | {"m": less, "frozen": []}}

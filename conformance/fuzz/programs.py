@@ -7,7 +7,7 @@ the same losses, norms and weights on both, or it is refused with a sentence.
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,9 +127,13 @@ def one_layer(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return plain(net.layers[0], net, x)
 
 
-LOSSES = [plain, two_calls, in_reverse, retained, metric_between, dropped_first]
-LOSSES += [penalty, regularised, recomputed, functional, without_wrapper, one_layer]
-LOSS_OF = {function.__name__: function for function in LOSSES}
+LOSS_OF = {
+    function.__name__: function
+    for function in (
+        *(plain, two_calls, in_reverse, retained, metric_between, dropped_first, penalty, regularised, recomputed),
+        *(functional, without_wrapper, one_layer),
+    )
+}
 
 
 # --------------------------------------------------------------------------------------------------------- both sides
@@ -406,9 +410,6 @@ def expected_of_program(case: Case) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ drawing
 
-SIMPLE: dict[str, Any] = {
-    "ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper", "states": None,
-}  # fmt: skip
 NAMES = ("layers.0.weight", "layers.0.bias", "layers.2.weight")
 
 
@@ -463,37 +464,26 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
     seed, name = dice.randrange(100), dice.choice(NAMES)
     if states:
         return dice.choice([[["reload"]], [["reload"], ["rate", 0.5]], [["rate", 0.1]], [["assign", "data", seed]]])
-    return dice.choice(
-        [
-            [["wrap", dice.choice(engines)]],
-            [["share", dice.choice(engines)]],
-            [["close_and_wrap", dice.choice(engines)]],
-            [["reload"]],
-            [["rate", 0.5]],
-            [["load", seed]],
-            [["assign", dice.choice(("data", "copy", "vector")), seed]],
-            [[dice.choice(("freeze", "unfreeze")), name]],
-            [["halve", name]],
-            [["look"]],
-            [["average"]],
-            [["twin", dice.choice(("copied", "copied", "saved", "wrapped")), seed]],
-            [["hook", dice.choice(list(HOOKS))]],
-            [["count_steps"]],
-            [["vector"]],
-            [["cast"]],
-            [["compute", dice.choice(("pruned", "parametrized"))]],
-            [["fails", dice.choice(("forward", "backward")), seed]],
-            [["second", seed]],
-            [["lay_out", dice.choice(engines), dice.choice((1, 2))]],
-        ]
-    )
-
-
-def smaller_programs(case: Case) -> Iterator[Case]:
-    """Yield simpler variants of a case, the simplest first."""
-    program = case["program"]
-    for key, value in SIMPLE.items():
-        if program[key] != value and key != "states":
-            yield {"program": program | {key: value}}
-    for i in range(len(program["operations"])):
-        yield {"program": program | {"operations": program["operations"][:i] + program["operations"][i + 1 :]}}
+    events: list[Operation] = [
+        ["wrap", dice.choice(engines)],
+        ["share", dice.choice(engines)],
+        ["close_and_wrap", dice.choice(engines)],
+        ["reload"],
+        ["rate", 0.5],
+        ["load", seed],
+        ["assign", dice.choice(("data", "copy", "vector")), seed],
+        [dice.choice(("freeze", "unfreeze")), name],
+        ["halve", name],
+        ["look"],
+        ["average"],
+        ["twin", dice.choice(("copied", "copied", "saved", "wrapped")), seed],
+        ["hook", dice.choice(list(HOOKS))],
+        ["count_steps"],
+        ["vector"],
+        ["cast"],
+        ["compute", dice.choice(("pruned", "parametrized"))],
+        ["fails", dice.choice(("forward", "backward")), seed],
+        ["second", seed],
+        ["lay_out", dice.choice(engines), dice.choice((1, 2))],
+    ]
+    return [dice.choice(events)]

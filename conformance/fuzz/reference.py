@@ -1,28 +1,29 @@
 """The reference of a case: transformers' model and torch's AdamW on one process, one document after the other."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from torch import Tensor
 
+import conformance.case
 from conformance.case import weights_of
 from conformance.experts import named_as
 from conformance.fuzz.cases import STEPS, Case
 from conformance.fuzz.files import config_of, model_config, own_batch
-from conformance.fuzz.losses import LOSSES, mean_log_prob, weighted_mean
+from conformance.fuzz.losses import LOSSES, log_probs_of, mean_of_counted
 from conformance.fuzz.sequences import Document, rows_of_case
-from conformance.models import biases, move_biases
-from conformance.reference import copies, logits_of_documents
+from conformance.models import move_biases
+from conformance.reference import train
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
-from tests.support.oracle import oracle_model, our_model, torch_adamw
+from tests.support.oracle import case_of, oracle_model, our_model
 
 Batch = dict[str, Any]
 
@@ -31,47 +32,54 @@ def train_reference(case: Case, folder: Path) -> list[dict[str, Any]]:
     """Train, and return the losses, norms and evaluations of the parts of the case, the gradients of their first steps
     and the weights at their ends.
     """
-    first = config_of(case, folder)
-    config = model_config(case)
-    weights = our_model(config, seed=first.training.seed).state_dict()
+    runs = [config_of(case, folder, part) for part in range(2 if case["resume"] else 1)]
+    ends = [case["resume"]["after"], STEPS] if case["resume"] else [STEPS]
+    config, training, loss = model_config(case), runs[0].training, case["data"].get("loss", "cross_entropy")
+    weights = our_model(config, seed=training.seed).state_dict()
     model = oracle_model(config, weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case["frozen"]))
-    optimizer = torch_adamw(model.parameters(), first.training)
-    rows = None if case["data"]["kind"] == "own" else rows_of_case(case, folder, first)
-    ends = [case["resume"]["after"], STEPS] if case["resume"] else [STEPS]
-    results, step, samples = [], 0, 0
-    for part, end in enumerate(ends):
-        run, found = config_of(case, folder, part), {"losses": [], "norms": [], "evaluations": [], "statistics": []}
-        G = run.global_batch_size
-        while step < end:
-            if rows is None:
-                loss, statistics = own_loss(model, case, run, own_batch(case, G, step))
-                found["statistics"] += statistics
-            else:
-                training = rows.training
-                order = samples + np.arange(G)
-                loss = mean_loss(model, [training[i] for i in row_numbers(run, len(training), order)])
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(run.training, step)
-            optimizer.zero_grad()
-            loss.backward()
-            found.setdefault("gradients", named_as(weights, {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in (*model.named_parameters(), *biases(model).items())
-            }))  # fmt: skip
-            limit = math.inf if run.training.max_grad_norm is None else run.training.max_grad_norm
-            found["losses"].append(loss.item())
-            found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
-            optimizer.step()
-            move_biases(model, run.training.router_bias_rate)
-            step, samples = step + 1, samples + G
-            if rows is not None and run.training.eval_frequency:
-                with torch.no_grad():
-                    found["evaluations"].append(mean_loss(model, rows.evaluation).item())
-        found["weights"] = named_as(weights, copies(model))
-        results.append(found)
+    rows = None if case["data"]["kind"] == "own" else rows_of_case(case, folder, runs[0])
+    statistics: list[float] = []
+
+    def batch_of(step: int) -> Batch:
+        run = runs[sum(step >= end for end in ends)]
+        if rows is None:
+            return batch_of_own(case, run, step)
+        if step < 0:
+            return batch_of_rows(rows.evaluation)
+        samples = step * run.global_batch_size + np.arange(run.global_batch_size)
+        return batch_of_rows([rows.training[i] for i in row_numbers(run, len(rows.training), samples)])
+
+    def loss_of(logits: Tensor, batch: Batch) -> Tensor:
+        if loss == "focal":
+            statistics.append(mean_of_counted(log_probs_of(logits, batch), batch).item())
+        return LOSSES[loss][1](logits, batch)
+
+    evaluates = rows is not None and bool(training.eval_frequency)
+    hyperparameters = Hyperparameters(**vars(case_of(training)) | {"evaluates": evaluates, "training": training})
+    move = functools.partial(move_biases, rate=training.router_bias_rate)
+    found, results = train(model, hyperparameters, batch_of, loss_of=loss_of, after_step=move), []
+    for first, last in pairwise([0, *ends]):
+        part = found.of(dataclasses.replace(hyperparameters, first_step=first, last_step=last))
+        zeros = {name: torch.zeros_like(x) for name, x in found.initial.items()}  # of frozen parameters and biases
+        results.append({
+            "losses": part.losses, "norms": part.grad_norms, "evaluations": part.evaluations,
+            "statistics": statistics[first:last], "weights": named_as(weights, part.weights),
+            "gradients": named_as(weights, zeros | (part.gradients or [{}])[0]),
+        })  # fmt: skip
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters(conformance.case.Case):
+    """Hyperparameters of a training, whose learning rate follows any schedule."""
+
+    training: Any = None
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return [learning_rate(self.training, step) for step in range(STEPS)]
 
 
 def learning_rate(training: Training, step: int) -> float:
@@ -99,30 +107,23 @@ def row_numbers(config: Config, count: int, samples: np.ndarray) -> list[int]:
     return numbers
 
 
-def mean_loss(model: LlamaForCausalLM, rows: list[list[Document]]) -> Tensor:
-    """Compute the weighted mean of the losses of all targets."""
+def batch_of_rows(rows: list[list[Document]]) -> Batch:
+    """Return rows as one, whose documents do not see each other."""
     documents = [document for row in rows for document in row]
-    logits = logits_of_documents(model, [torch.tensor(document.input_ids) for document in documents])
-    targets = torch.tensor([target for document in documents for target in document.target_ids])
-    weights = torch.tensor([weight for document in documents for weight in document.weights], dtype=torch.float64)
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    return (losses * weights).sum() / weights.sum()
+    ids, targets, weights = (torch.cat([*map(torch.tensor, lists)])[None] for lists in zip(*documents, strict=True))
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor([len(each.input_ids) for each in documents]))
+    batch = {"input_ids": ids.long(), "target_ids": targets.long(), "target_weights": weights.double()}
+    return batch | {"document_ids": numbers[None], "dp_rank": torch.zeros(1)}
 
 
-def own_loss(model: LlamaForCausalLM, case: Case, config: Config, batch: Batch) -> tuple[Tensor, list[float]]:
-    """Compute the loss of a global batch, and its statistics."""
-    ids = batch["input_ids"]
-    G, T = ids.shape
-    lengths = batch.get("cu_seqlens", torch.arange(0, G * T + 1, T)).diff().tolist()
-    logits = logits_of_documents(model, ids.flatten().split(lengths)).view(G, T, -1)
-    batch = batch | {"target_ids": batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)}
-    data, dp, micro_batches = case["data"], config.distributed.dp_size, config.training.gradient_accumulation_steps
-    if data["loss"] == "cross_entropy":
-        numbers = torch.arange(G).view(micro_batches, dp, -1)
-        ranks = (
-            [numbers[:, rank].flatten() for rank in range(dp)] if data["scope"] == "dp_rank" else [numbers.flatten()]
-        )
-        return weighted_mean(logits, batch, ranks), []
-    of_logits: Callable[[Tensor, Batch], Tensor] = LOSSES[data["loss"]][1]
-    statistics = [mean_log_prob(logits, batch).item()] if data["loss"] == "focal" else []
-    return of_logits(logits, batch), statistics
+def batch_of_own(case: Case, run: Config, step: int) -> Batch:
+    """Return the global batch of a step, without targets of weight 0, and with the dp rank of each row for losses that
+    are means over ranks.
+    """
+    batch, rows = own_batch(case, run.global_batch_size, step), torch.arange(run.global_batch_size)
+    batch["target_ids"] = batch["target_ids"].where(weights_of(batch) > 0, IGNORE_INDEX)
+    if "cu_seqlens" in batch:
+        batch["document_ids"] = (batch["position_ids"] == 0).cumsum(1)
+    has_ranks = case["data"]["scope"] == "dp_rank"
+    batch["dp_rank"] = rows // run.training.micro_batch_size % (run.distributed.dp_size if has_ranks else 1)
+    return batch

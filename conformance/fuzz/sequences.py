@@ -1,11 +1,11 @@
 """Rows that a data set should become, from what the tokenizer gives for whole texts."""
 
 import datetime
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -24,9 +24,9 @@ from workbench.variants.choose import split_train_eval
 class Document(NamedTuple):
     """A sequence that attends to itself only, with the weight of each target."""
 
-    input_ids: list[int]
-    target_ids: list[int]
-    weights: list[float]
+    input_ids: Sequence[int]
+    target_ids: Sequence[int]
+    weights: Sequence[float]
 
 
 class CaseRows(NamedTuple):
@@ -70,11 +70,6 @@ def rows_of_case(case: Case, folder: Path, config: Config) -> CaseRows:
     return CaseRows(*map(rows_of_samples, split_train_eval(data, config, other)))
 
 
-def document(input_ids: Any, target_ids: Any, weights: Any = None) -> Document:
-    weights = np.ones(len(input_ids)) if weights is None else weights
-    return Document(*(list(map(int, ids)) for ids in (input_ids, target_ids)), [float(weight) for weight in weights])
-
-
 def rows_of_text(case: Case, config: Config, records: list[dict[str, Any]]) -> list[list[Document]]:
     """Cut the tokens of all documents, each with an end token, into rows, of which the last one may be shorter, and the
     rows into documents.
@@ -97,7 +92,7 @@ def rows_of_text(case: Case, config: Config, records: list[dict[str, Any]]) -> l
         inputs, size = stream[first : first + len(targets)], len(targets)
         masks = config.dataset.masks_documents
         ends = [i + 1 for i, token in enumerate(inputs) if masks and token == tokenizer.eos_token_id and i + 1 < size]
-        rows.append([document(inputs[a:b], targets[a:b]) for a, b in pairwise([0, *ends, size])])
+        rows.append([Document(inputs[a:b], targets[a:b], [1.0] * (b - a)) for a, b in pairwise([0, *ends, size])])
     return rows
 
 
@@ -108,7 +103,7 @@ def rows_of_samples(rows: Rows) -> list[list[Document]]:
         assert row.counted is not None
         ends = [0, len(row.input_ids)] if row.documents is None else [0, *row.documents.cumsum().tolist()]
         result.append([
-            document(row.input_ids[a:b], row.target_ids[a:b], row.counted[a:b]) for a, b in pairwise(ends)
+            Document(row.input_ids[a:b], row.target_ids[a:b], row.counted[a:b]) for a, b in pairwise(ends)
         ])  # fmt: skip
     return result
 

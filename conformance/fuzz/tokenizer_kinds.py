@@ -19,7 +19,7 @@ CORPUS = [*inspect.getsource(random).splitlines(keepends=True), *[WORDS] * 9]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
 
-def _with_ends(tokenizer: Tokenizer, unknown: str | None) -> PreTrainedTokenizerFast:
+def _with_ends(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """Add the token `<s>` in front of each text, as the tokenizers of Llama 2, Mistral and TinyLlama do."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
@@ -28,7 +28,7 @@ def _with_ends(tokenizer: Tokenizer, unknown: str | None) -> PreTrainedTokenizer
         tokenizer_object=tokenizer,
         bos_token="<s>",
         eos_token="</s>",
-        unk_token=unknown,
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
 
@@ -55,7 +55,7 @@ def _sentence_piece(vocab_size: int, kind: str) -> PreTrainedTokenizerBase:
     bpe.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return _with_ends(bpe, "<unk>")
+    return _with_ends(bpe)
 
 
 def _byte_level(vocab_size: int, trims: bool) -> PreTrainedTokenizerBase:
@@ -80,7 +80,7 @@ def _word_piece(vocab_size: int) -> PreTrainedTokenizerBase:
         vocab_size=vocab_size, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
     words.train_from_iterator(CORPUS, trainer)
-    return _with_ends(words, "<unk>")
+    return _with_ends(words)
 
 
 def _unigram(vocab_size: int) -> PreTrainedTokenizerBase:
@@ -93,7 +93,7 @@ def _unigram(vocab_size: int) -> PreTrainedTokenizerBase:
         vocab_size=vocab_size, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
     )
     unigram.train_from_iterator(CORPUS, trainer)
-    return _with_ends(unigram, "<unk>")
+    return _with_ends(unigram)
 
 
 BUILDERS = {

@@ -20,13 +20,12 @@ from conformance.fuzz.programs import run_program
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.optimizer import clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.oracle import drawn_weights
 from tests.support.training import Failure, all_stages, pipeline_of
-from workbench.own_loops.batches import MODEL_INPUTS, cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.batches import MODEL_INPUTS, forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import check_layout
 from workbench.prepare.tokens import prepare
@@ -40,7 +39,6 @@ from workbench.run.rows import data_fingerprint
 from workbench.run.token_files import load_data
 from workbench.variants import choose, zero1
 from workbench.variants.choose import make_optimizer, split_train_eval
-from workbench.variants.zero1 import DataParallelZero1
 
 CPU = torch.device("cpu")
 
@@ -77,10 +75,10 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     if not is_own:
         data, evaluation, tokenizer = load_data(config, model_config, None, prepare)
         train_rows, eval_rows = split_train_eval(data, config, evaluation)
-        eval_batches = len(eval_rows) // config.global_batch_size
         fingerprint = data_fingerprint(train_rows, config)
         if eval_rows:
-            eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=eval_batches)
+            count = len(eval_rows) // config.global_batch_size
+            eval_loader = MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=count)
     progress = checkpoint.progress(fingerprint, training) if checkpoint else Progress()
     if not is_own:
         loader = MicroBatchDataLoader(train_rows, config, CPU, progress.samples)
@@ -90,18 +88,14 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     def frozen(name: str) -> bool:
         return any(part in name.replace(".block_sparse_moe.", ".mlp.") for part in case["frozen"])
 
-    wrappers = {
-        wrapper.__name__: functools.partial(wrapper, bucket_mb=case.get("bucket_mb"))
-        for wrapper in (DataParallelBucket, DataParallelZero1)
-    }
     if is_own:
         pipeline, (step, evaluate) = plan.wrap, plan.make_steps(config, model_config, CPU, torch.float64)
     else:
         pipeline, step, evaluate = pipeline_of(config, model_config, CPU, torch.float64)
-    with (
-        mock.patch.object(choose, "DataParallelBucket", wrappers["DataParallelBucket"]),
-        mock.patch.object(zero1, "DataParallelZero1", wrappers["DataParallelZero1"]),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, name in ((choose, "DataParallelBucket"), (zero1, "DataParallelZero1")):
+            wrapper = functools.partial(getattr(module, name), bucket_mb=case.get("bucket_mb"))
+            stack.enter_context(mock.patch.object(module, name, wrapper))
         model = choose.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
     llama = unwrap(model)
     for name, _ in llama.named_parameters():
@@ -133,7 +127,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
             batches = pack_sequences(sequences_of(batch), count, cp_sharding=sharding).batches
         else:
             batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
-        loss_fn = cross_entropy if case["data"]["loss"] == "cross_entropy" else LOSSES[case["data"]["loss"]][0]
+        loss_fn = LOSSES[case["data"]["loss"]][0]
         if number == 1 and case["given_up"]:
             give_up(case["given_up"], batches, loss_fn)
         found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"])
@@ -145,7 +139,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     def loaded_step(_: int) -> float:
         found = global_mean(step(model, loader)).item()
         if case["between"] and eval_loader:
-            evaluate(model, MicroBatchDataLoader(eval_rows, config, CPU, shuffle=False, batches=eval_batches))
+            evaluate(model, eval_loader)
         return found
 
     take_step = own_step if is_own else loaded_step

@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 
-from conformance.fuzz import programs
-from conformance.fuzz.cases import CASES, SEED, SIMPLE, Case, draw_case
+from conformance.fuzz.cases import CASES, SECTIONS, SEED, SIMPLE, Case, draw_case
 from conformance.fuzz.check import check
 from conformance.models import FAMILIES
 from conformance.worker_pool import WorkerPool
 
-MODEL = SIMPLE["model"] | {
+MODEL = SECTIONS["model"] | {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6,
 }  # fmt: skip
-OWN = SIMPLE["data"] | {"kind": "own", "seed": 0}
+OWN = SECTIONS["data"] | {"kind": "own", "seed": 0}
 
 
 def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
@@ -32,7 +31,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
 
 def program_of(*operations: list[Any], **changes: Any) -> Case:
     """Return a program on one rank, see `draw_program`."""
-    return {"program": programs.SIMPLE | changes | {"operations": list(operations)}}
+    return {"program": SECTIONS["program"] | {"states": None, "operations": list(operations)} | changes}
 
 
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
