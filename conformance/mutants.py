@@ -15,13 +15,13 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,42 +123,30 @@ def room_of(file: str) -> str:
     return tests if (ROOT / tests).exists() else ""
 
 
-def examine(name: str, folders: "queue.Queue[Path]", options: argparse.Namespace) -> tuple[str, str]:
-    """Run checks until one finds a mistake, and names its place if it has one.
+def examine(name: str, folder: Path, options: argparse.Namespace) -> tuple[str, str]:
+    """Run checks in a copy of the checkout until one finds a mistake, and names its place if it has one.
 
     Returns:
         The check, or "" if there is none, and what to print.
     """
-    mistake, missed, folder = MISTAKES[name], list[str](), folders.get()
+    mistake, missed = MISTAKES[name], list[str]()
     named = mistake.found_by[::-1] if options.page or mistake.place else mistake.found_by  # the last one says most
     others = () if options.named else ("fuzz", room_of(mistake.file), DEFAULT_RUN)
-    try:
-        with planted(mistake, folder):
-            for check in dict.fromkeys(filter(None, (*named, *others))):
-                began = time.monotonic()
-                fails, said, trace = run(check, folder, mistake.file)
-                is_found = fails and re.search(mistake.place, trace) is not None
-                if is_found and options.page:
-                    said = said.removeprefix(f"differs {check} ").split("; [")[0]
-                    said = said if said.startswith(check) else f"{check}: {said}"
-                    return check, f"{name}: {SHOWN[options.page][name]}\n    {said}"
-                if is_found:
-                    before = f"; not by {', '.join(missed)}" if missed else ""
-                    place = f"; {mistake.thread}: {trace}" if mistake.place else ""
-                    return check, f"{name:40} {check} ({time.monotonic() - began:.0f} s){before}: {said}{place}"
-                missed.append(f"{check}, which says {trace or said!r}" if fails else check)
-    finally:
-        folders.put(folder)
+    with planted(mistake, folder):
+        for check in dict.fromkeys(filter(None, (*named, *others))):
+            began = time.monotonic()
+            fails, said, trace = run(check, folder, mistake.file)
+            is_found = fails and re.search(mistake.place, trace) is not None
+            if is_found and options.page:
+                said = said.removeprefix(f"differs {check} ").split("; [")[0]
+                said = said if said.startswith(check) else f"{check}: {said}"
+                return check, f"{name}: {SHOWN[options.page][name]}\n    {said}"
+            if is_found:
+                before = f"; not by {', '.join(missed)}" if missed else ""
+                place = f"; {mistake.thread}: {trace}" if mistake.place else ""
+                return check, f"{name:40} {check} ({time.monotonic() - began:.0f} s){before}: {said}{place}"
+            missed.append(f"{check}, which says {trace or said!r}" if fails else check)
     return "", f"{name:40} NOT FOUND; not by {', '.join(missed)}"
-
-
-def clean(check: str, file: str, folders: "queue.Queue[Path]") -> Outcome:
-    """Run a check without a mistake."""
-    folder = folders.get()
-    try:
-        return run(check, folder, file)
-    finally:
-        folders.put(folder)
 
 
 def main() -> int:
@@ -175,20 +163,21 @@ def main() -> int:
     names = SHOWN[options.page] if options.page else options.only
     chosen = [name for name in names if options.room in MISTAKES[name].file]
     chosen = [name for name in chosen if MISTAKES[name].place or not options.reported]
-    folders: queue.Queue[Path] = queue.Queue()
-    found: dict[str, str] = {}
+    own, found = threading.local(), dict[str, str]()  # a thread's copy of the checkout; the check that finds a mistake
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
-        for number in range(options.jobs):
-            folders.put(Path(shutil.copytree(ROOT, Path(scratch, str(number)), ignore=IGNORED)))
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            rows = pool.map(lambda name: examine(name, folders, options), chosen)
+
+        def copy() -> None:
+            own.folder = shutil.copytree(ROOT, Path(scratch, str(threading.get_ident())), ignore=IGNORED)
+
+        with concurrent.futures.ThreadPoolExecutor(options.jobs, initializer=copy) as pool:
+            rows = pool.map(lambda name: examine(name, own.folder, options), chosen)
             for name, (check, text) in zip(chosen, rows, strict=True):
                 found[name] = check
                 print(text, flush=True)
             if options.page:
                 return 0
             used = sorted({(check, adapter_of(MISTAKES[name].file)) for name, check in found.items() if check})
-            outcomes = list(pool.map(lambda each: clean(each[0], each[1], folders), used))
+            outcomes = list(pool.map(lambda each: run(each[0], own.folder, each[1]), used))
     missed = [name for name, check in found.items() if not check]
     print(f"{len(found) - len(missed)} of {len(found)} mistakes are found", *missed, sep="\n  not found: ")
     wrong = [each for each in zip(used, outcomes, strict=True) if each[1].fails]

@@ -37,23 +37,28 @@ LAYOUTS = (
 )
 
 
+KEYS = {  # of the config's section `distributed`, by the words that are their values
+    **dict.fromkeys((*SCHEDULES, "auto"), "pp_engine"),
+    **dict.fromkeys(("zigzag", "contiguous"), "cp_sharding"),
+    **dict.fromkeys(("ring", "all_gather", "ulysses"), "cp_engine"),
+    **dict.fromkeys(("zero1", "zero3"), "dp_engine"),
+}
+NUMBERS = {"chunks": "pp_chunks", "ep": "ep_size"}
+
+
 def options_of(words: list[str]) -> dict[str, Any]:
     """Return the keys of the config's section `distributed` that the words of a layout name."""
-    choices = {
-        "pp_engine": (*SCHEDULES, "auto"),
-        "cp_sharding": ("zigzag", "contiguous"),
-        "cp_engine": ("ring", "all_gather", "ulysses"),
-        "dp_engine": ("zero1", "zero3"),
-    }
-    found: dict[str, Any] = {key: word for key, values in choices.items() for word in words if word in values}
-    if chunks := [int(word[6:]) for word in words if word.startswith("chunks")]:
-        found["pp_chunks"] = chunks[0]
-    found |= {"sequence_parallel": True} if "sp" in words else {}
-    if experts := [int(word[2:]) for word in words if word[:2] == "ep" and word[2:].isdigit()]:
-        found["ep_size"] = experts[0]
-    others = {"sp", f"chunks{found.get('pp_chunks')}", f"ep{found.get('ep_size')}"}
-    if unknown := set(words) - set(found.values()) - others:
-        raise NotOffered(f"the words {sorted(unknown)} mean nothing to picotron")
+    found: dict[str, Any] = {}
+    for word in words:
+        name = word.rstrip("0123456789")
+        if word == "sp":
+            found["sequence_parallel"] = True
+        elif word in KEYS:
+            found[KEYS[word]] = word
+        elif name in NUMBERS and name != word:
+            found[NUMBERS[name]] = int(word.removeprefix(name))
+        else:
+            raise NotOffered(f"the word {word!r} means nothing to picotron")
     return found
 
 
