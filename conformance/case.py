@@ -169,8 +169,10 @@ class Case:
         return load_model(self.model_folder, self.weight_dtype)
 
     def token_losses(self, logits: Tensor, target_ids: Tensor) -> Tensor:
-        """Compute the loss of each target: (..., V), (...) -> (...); 0 for targets that do not count."""
-        return token_losses(logits, target_ids, self.loss)
+        """Compute the loss of each target, in float32 or wider: (..., V), (...) -> (...); 0 for targets that do not
+        count.
+        """
+        return LOSSES[self.loss](logits.to(torch.promote_types(logits.dtype, torch.float32)), target_ids)
 
     def require(self, condition: bool, reason: str) -> None:
         """Raise NotOffered unless a condition holds."""
@@ -230,11 +232,6 @@ def cross_entropy(logits: Tensor, target_ids: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "focal": focal}
-
-
-def token_losses(logits: Tensor, target_ids: Tensor, loss: str = "cross_entropy") -> Tensor:
-    """Compute the loss of each target in float32 or wider, see `Case.token_losses`."""
-    return LOSSES[loss](logits.to(torch.promote_types(logits.dtype, torch.float32)), target_ids)
 
 
 def weights_of(batch: Batch) -> Tensor:

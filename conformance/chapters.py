@@ -160,14 +160,6 @@ def write_batches(path: Path, steps: int, vocab_size: int, parts: Collection[str
     save_file(found, path)
 
 
-def parts_of(name: str, layout: str, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the parts of a chapter that a trainer has, and that a layout does not leave out with a word like
-    `no_masks`.
-    """
-    left_out = {*without, *(word[3:] for word in layout.split() if word[:3] == "no_")}
-    return tuple(part for part in CHAPTERS[name].parts if part not in left_out)
-
-
 def cases_of(
     name: str,
     layout: str,
@@ -188,7 +180,8 @@ def cases_of(
         own: keys of the adapter's own config.json.
         changes: fields of `Case` that replace those of the chapter.
     """
-    chapter, parts = CHAPTERS[name], parts_of(name, layout, without)
+    left_out = {*without, *(word[3:] for word in layout.split() if word[:3] == "no_")}
+    chapter, parts = CHAPTERS[name], tuple(part for part in CHAPTERS[name].parts if part not in left_out)
     count = chapter.micro_batches if "accumulation" in parts or not chapter.parts else (1, chapter.micro_batches[1])
     fields = {"last_step": 1, "evaluates": "evaluation" in parts} | chapter.changes
     if "clipping" in parts:

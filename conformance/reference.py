@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conformance.case import Batch, Case, token_losses, weights_of
+from conformance.case import Batch, Case, weights_of
 from conformance.experts import named_as
 from conformance.models import biases
 from conformance.result import Result
@@ -76,7 +76,7 @@ def train(
         if loss_of is not None:
             return loss_of(own, batch), logits, own
         weights = weights_of(batch).to(torch.promote_types(logits.dtype, torch.float32))
-        return (token_losses(own, batch["target_ids"], case.loss) * weights).sum() / weights.sum(), logits, own
+        return (case.token_losses(own, batch["target_ids"]) * weights).sum() / weights.sum(), logits, own
 
     for step in range(case.last_step):
         for group in optimizer.param_groups:

@@ -153,20 +153,22 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
     biases = {key: DEVIATIONS * root_mean_square([bias(run[key], shares[key]) for run in factors]) for key in shares}
     # The same tensors of all layers and steps vary alike, and the largest of their deviations is known better.
     alike = dict[tuple[str, str], float]()
-    for (kind, _), names in spread.items():
+    for (what, _), names in spread.items():
         for name, each in names.items():
-            group = kind, re.sub(r"\d+", "", name)
+            group = what, re.sub(r"\d+", "", name)
             alike[group] = max(each, alike.get(group, 0.0))
     largest: Factors = {}
-    for key, names in spread.items():
-        largest[key] = {name: TENSORS * alike[key[0], re.sub(r"\d+", "", name)] for name in names}
-        if key[0] == "update":  # to round its numbers, such as 1 - lr * decay, to float32 changes all weights alike
+    for kind, names in spread.items():
+        largest[kind] = {name: TENSORS * alike[kind[0], re.sub(r"\d+", "", name)] for name in names}
+        if kind[0] == "update":  # to round its numbers, such as 1 - lr * decay, to float32 changes all weights alike
             unit = {
-                name: UNIT * size_of(right.initial[name]) / size_of(right.after[key[1] - 1][name] - right.initial[name])
+                name: UNIT
+                * size_of(right.initial[name])
+                / size_of(right.after[kind[1] - 1][name] - right.initial[name])
                 for name in names
             }
-            largest[key] = {name: each + 4 * unit[name] for name, each in largest[key].items()}
-            biases[key] += 4 * max(unit.values())
+            largest[kind] = {name: each + 4 * unit[name] for name, each in largest[kind].items()}
+            biases[kind] += 4 * max(unit.values())
     return Limits(bounds, shares, biases, largest)
 
 

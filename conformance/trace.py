@@ -192,10 +192,6 @@ class Trace:
             rows = layouts.get(lead)
             if rows is None and right.is_shared:  # for all rows of the batch
                 rows = next((each[: lead[1]] for other, each in layouts.items() if other[1:] == lead[1:]), None)
-            if rows is not None and len(lead) == 2 and lead[0] == lead[1]:  # (B, T) here can be (T, B) there
-                orders = rows, rows.view(lead).T.flatten()
-                cells = first_alike(x.reshape(lead.numel(), -1), right.x)
-                rows = max(orders, key=lambda order: int(cells[torch.arange(len(order)), order].sum()))
             kept = slice(None) if rows is None else rows >= 0  # the others are padding, if no token is missing
             rows = None if rows is None else rows[kept]
             x = x.reshape(lead.numel(), -1)[kept]

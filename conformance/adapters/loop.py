@@ -83,8 +83,6 @@ def train(
     backward: Callable[[Batch, Tensor], float | None],
     clip: Callable[[list[nn.Parameter], float], float] = torch_norm,
     optimizer: torch.optim.Optimizer | None = None,
-    load: Callable[[torch.optim.Optimizer], object] | None = None,
-    save: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Result:
     """Take the steps of a case.
 
@@ -94,13 +92,10 @@ def train(
             parameters, and returns the loss, or None if the rank does not know it.
         clip: function that clips gradients to a norm, and returns the norm before.
         optimizer: the optimizer; None: AdamW of the parameters.
-        load, save: functions that read and write the weights and the optimizer of `case.load` and `case.output`.
     """
     gradients, own = list[Any](), list(parameters.values())
     result = Result(gradients=gradients)
     optimizer = optimizer or adamw(own, case)
-    if load is not None and case.load is not None:
-        load(optimizer)
     for step in case.steps:
         for group in optimizer.param_groups:
             group["lr"] = case.learning_rates[step]
@@ -112,7 +107,5 @@ def train(
         optimizer.zero_grad()
         result.losses += [] if loss is None else [loss]
         result.grad_norms.append(norm)
-    if save is not None and case.saves:
-        save(optimizer)
     result.weights = dict(parameters)
     return result

@@ -32,8 +32,8 @@ class Result(NamedTuple):
     error: float = 0.0
 
 
-def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
-    """Run a case. `run` is the function that each rank calls for each part."""
+def check(pool: WorkerPool, case: Case) -> Result:
+    """Run a case, and compare it with the reference."""
     cache = mock.patch.dict(os.environ, {"XDG_CACHE_HOME": ""})
     with tempfile.TemporaryDirectory(prefix="fuzz") as name, cache:
         folder = Path(name)
@@ -49,7 +49,7 @@ def check(pool: WorkerPool, case: Case, run: Any = run_part) -> Result:
                 sizes, right = [config.distributed.world_size for config in parts], []
             found = []
             for part, size in enumerate(sizes):
-                ranks = pool.run(run, size, case, folder, part, timeout=60)
+                ranks = pool.run(run_part, size, case, folder, part, timeout=60)
                 refusals = {rank.get("refused") for rank in ranks}
                 if refusals != {None}:
                     return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
@@ -95,16 +95,16 @@ def tensors_of(values: Any) -> dict[Any, torch.Tensor]:
     return values if isinstance(values, dict) else {"all steps": torch.tensor(values, dtype=torch.float64)}
 
 
-def shrink(pool: WorkerPool, case: Case, seconds: float = 60.0, run: Any = run_part) -> Case:
-    """Simplify a case that differs, as long as it does."""
-    deadline = time.monotonic() + seconds
+def shrink(pool: WorkerPool, case: Case) -> Case:
+    """Simplify a case that differs, as long as it does, for a minute."""
+    deadline = time.monotonic() + 60
     progressed = True
     while progressed and time.monotonic() < deadline:
         progressed = False
         for candidate in smaller(case):
             if time.monotonic() > deadline:
                 break
-            if is_possible(candidate) and check(pool, candidate, run).outcome == "different":
+            if is_possible(candidate) and check(pool, candidate).outcome == "different":
                 case, progressed = candidate, True
                 break
     return case
