@@ -82,13 +82,15 @@ def unequal(found: float, right: float) -> str:
 
 def largest_error(found: Tensor, right: Tensor, whole: Tensor) -> float:
     """Return the largest |found - right| divided by the largest |right| of the whole tensor; infinity if not finite."""
-    error, scale = (found - right).abs().max().item(), whole.abs().max().item()
-    return 0.0 if error == 0.0 else error / scale if math.isfinite(error) and scale else math.inf
+    return quotient((found - right).abs().max().item(), whole.abs().max().item())
 
 
 def mean_error(found: Tensor, right: Tensor, whole: Tensor) -> float:
     """Return the root mean square of found - right, divided by that of the whole tensor; infinity if not finite."""
-    error, scale = (found - right).square().mean().sqrt().item(), whole.square().mean().sqrt().item()
+    return quotient((found - right).square().mean().sqrt().item(), whole.square().mean().sqrt().item())
+
+
+def quotient(error: float, scale: float) -> float:
     return 0.0 if error == 0.0 else error / scale if math.isfinite(error) and scale else math.inf
 
 
@@ -197,15 +199,14 @@ def of_tensors(
         if what == "weight" and right:
             yield Difference(what, step, hint="no rank returned it")
         return
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in right else {}
     for name, whole in right.items():
+        is_tied = name == "model.embed_tokens.weight" and "lm_head.weight" not in right
         missing, scale = torch.ones(whole.shape, dtype=torch.bool), whole
         parts = dict[Any, tuple[int, Difference]]()  # the worst replica of each part, with its number of elements
         if error_of is mean_error and name in initial:
             scale = whole - initial[name]
         for rank, found in enumerate(of_ranks):
-            names = [name, *(alias for alias, real in tied.items() if real == name)]
-            for other in filter(found.__contains__, names):
+            for other in filter(found.__contains__, [name, "lm_head.weight"] if is_tied else [name]):
                 part: Part = found[other]
                 try:
                     expected = part.of(whole)

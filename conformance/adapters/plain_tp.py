@@ -46,13 +46,17 @@ def reduce_scatter(x: Tensor) -> Tensor:
     return own
 
 
+def shard(weight: Tensor, dim: int = 0) -> Tensor:
+    """Return this rank's rows (0) or columns (1) of a matrix."""
+    return weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
 class Columns(nn.Module):
     """This rank's outputs of several matrices: x (T/tp, B, D) -> y (T, B, outputs/tp)."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.weight = nn.Parameter(torch.cat([linear.weight.detach().chunk(ranks)[rank] for linear in linears]))
+        self.weight = nn.Parameter(torch.cat([shard(linear.weight) for linear in linears]))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(Pair.apply(x, all_gather, reduce_scatter), self.weight)
@@ -63,8 +67,7 @@ class Rows(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.weight = nn.Parameter(linear.weight.detach().chunk(ranks, 1)[rank].clone())
+        self.weight = nn.Parameter(shard(linear.weight, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = Pair.apply(F.linear(x, self.weight), reduce_scatter, all_gather)
