@@ -69,6 +69,8 @@ def split(model: nn.Module) -> dict[str, tuple[int, int]]:
 def run(case: Case) -> Result:
     dist.init_process_group("gloo")
     model = case.model()
+    case.require(model.config.model_type == "llama", "biases and norms of heads are not split")
+    case.require(model.config.num_key_value_heads % dist.get_world_size() == 0, "ranks would share key/value heads")
     places, parameters = split(model), dict(model.named_parameters())
 
     def backward(batch: Batch, total: Tensor) -> float:
