@@ -62,9 +62,10 @@ def by_name(stages: Any, attribute: Any) -> list[tuple[str, Tensor]]:
 
 def train(name: str, pp: int) -> tuple[list[float], Any, Any]:
     """Return the losses of all steps and of an evaluation, the gradients of the first step, and the last weights."""
-    grid = setup_process_group_manager(1, 1, pp, torch.distributed.get_world_size() // pp)
-    config, schedule = model_config(), build(name, pp, MICRO_BATCHES // grid.dp_world_size)
+    setup_process_group_manager(1, 1, pp, 1)
+    config, schedule = model_config(), build(name, pp, MICRO_BATCHES)
     model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
+    with_exact_norms(model)
     optimizer = AdamW(model, TRAINING, fused=False)
     losses, gradients = [], None
     for _ in range(STEPS):
