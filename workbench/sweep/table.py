@@ -20,7 +20,7 @@ from workbench.console import number, print_line, text_table
 from workbench.files import read_object, write_atomically
 from workbench.run.config_reader import parse_config
 from workbench.run.run_folder import LARGEST, parse_load_path, read_records
-from workbench.sweep.combinations import FLAGS, canonical_json, folder_names
+from workbench.sweep.combinations import canonical_json
 from workbench.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
@@ -39,14 +39,7 @@ OWN_KEYS = """
     distributed.cp_size distributed.tp_size distributed.pp_engine training.micro_batch_size
     training.gradient_accumulation_steps training.seq_length training.total_train_steps
 """
-# How the keys begin that can change the speed of a step.
-SPEED_KEYS = (
-    "distributed.", "schedule.", "model.", "environment.", "training.seq_length", "training.micro_batch_size",
-    "training.gradient_accumulation_steps", "training.activation_checkpointing", "training.optimizer_states", "training.compile",
-)  # fmt: skip
-
 STYLES = [line + marker for marker in ("", "^", "*", "+", ">", "<") for line in ("-", "--", "-.", ":")]
-DIRECT = 8  # the most curves that are labelled at their ends; with more, there is a legend
 MOST_BARS = 60
 
 
@@ -222,100 +215,66 @@ def escape_dollars(name: str) -> str:
 def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     """Plot the losses of each run against its steps.
 
-    Runs that compute the same in several layouts have coinciding curves: lines of one colour (of several, if there are
-    no other runs), each narrower than the one below.
+    Runs that compute the same in several layouts have coinciding curves: lines of one colour, each narrower than the
+    one below.
     """
-    from matplotlib.colors import to_rgb
-
     axes = figure.add_subplot(axisbelow=True)
     axes.grid(alpha=0.3)
-    same = defaultdict(list)
+    groups = defaultdict(list)
     for run in filter(lambda run: run.records, runs):
-        same[run.computation].append(run)
-    groups = list(same.values())
-    palette = [f"C{i % 10}" for i in range(len(runs))]
-    for j, group in enumerate(groups):
+        groups[run.computation].append(run)
+    for j, group in enumerate(groups.values()):
         for i, run in enumerate(group):
-            colour, above = palette[j if len(groups) > 1 else i], len(group) - 1 - i
-            tint = [1 - (0.4 if above else 1) * (1 - part) for part in to_rgb(colour)]  # lighter below other lines
+            colour, above = f"C{j % 10}", len(group) - 1 - i
             style = STYLES[(i + j // 10 * len(group)) % len(STYLES)]
-            trained = [record for record in run.records if "loss" in record]
-            steps, losses = field_values(trained, "step"), field_values(trained, "loss")
+            width, name = 1.2 + min(2.5, 5 / len(group)) * above, escape_dollars(run.label)
+            steps, losses = points(run, "loss")
             axes.plot(
-                steps, losses, style, color=tint, linewidth=1.2 + min(2.5, 5 / len(group)) * above, markevery=0.1,
-                markersize=5, label=escape_dollars(run.label),
-            )  # fmt: skip
+                steps,
+                losses,
+                style,
+                color=colour,
+                alpha=0.5 if above else 1,
+                linewidth=width,
+                markevery=0.1,
+                label=name,
+            )
             if run.status in FAILED:  # a run of one step has no line
                 axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
-            evaluated = [record for record in run.records if record.get("eval_loss") is not None]
-            steps, losses = field_values(evaluated, "step"), field_values(evaluated, "eval_loss")
-            axes.plot(steps, losses, "o", color=colour, markersize=5, markeredgecolor="black")
+            axes.plot(*points(run, "eval_loss"), "o", color=colour, markersize=5, markeredgecolor="black")
     drawn = [losses for run in runs if (losses := [each for each in run.losses if math.isfinite(each)])]
     if drawn and axes.get_ylim()[1] > (ceiling := DIVERGED * max(losses[0] for losses in drawn)):
         lowest = min(map(min, drawn))
         axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)  # a diverged run would flatten all others
-    marks = ["dot: evaluation"] * any("eval_loss" in record for run in runs for record in run.records)
-    marks += ["cross: the run failed"] * any(run.records and run.status in FAILED for run in runs)
-    axes.set(xlabel="\n".join(["step", *["; ".join(["line: training", *marks])] * bool(marks)]), ylabel="loss")
+    axes.set(xlabel="step\nline: training; dot: evaluation; cross: the run failed", ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if 1 < len(groups) <= DIRECT and len(runs) <= 3 * DIRECT:
-        label_curves(groups, palette, axes)
-    elif groups:
-        columns = 1 + len(runs) // 30
-        figure.set_figwidth(5.5 + 2.5 * columns)
-        figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
+    columns = 1 + len(runs) // 30
+    figure.set_figwidth(5.5 + 2.5 * columns)
+    figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
 
 
-def label_curves(groups: Sequence[Sequence[Run]], palette: Sequence[Any], axes: Any) -> None:
-    """Write the names of the runs of each curve beside its end, from bottom to top, without overlaps."""
-    low, high = axes.get_ylim()
-    ends = []
-    for group, colour in zip(groups, palette, strict=False):
-        if losses := [loss for loss in group[0].losses if math.isfinite(loss)]:
-            styles = [f"{STYLES[i % len(STYLES)]} " if len(group) > 1 else "" for i in range(len(group))]
-            names = "\n".join(style + escape_dollars(run.label) for style, run in zip(styles, group, strict=True))
-            ends.append((min(1.0, (losses[-1] - low) / (high - low)), names, colour, len(group)))
-    free = 0.0  # as a fraction of the height
-    for place, names, colour, lines in sorted(ends, key=lambda end: end[0]):
-        height = 0.034 * lines
-        middle = max(place, free + height / 2)
-        free = middle + height / 2 + 0.01
-        axes.text(1.01, middle, names, color=colour, fontsize=7, va="center", transform=axes.transAxes)
+def points(run: Run, field: str) -> tuple[list[float], list[float]]:
+    """Return the steps of a run that have a value of a field, and these values."""
+    records = [record for record in run.records if record.get(field) is not None]
+    return field_values(records, "step"), field_values(records, field)
 
 
-def settings(runs: Sequence[Run]) -> list[str]:
-    """Name each run after the keys that vary and can change its speed, as `create_config.py` names folders."""
-    varied = {key: values for key, values in varied_keys(runs).items() if key.startswith(SPEED_KEYS)}
-    if len({run.config.global_batch_size for run in runs if run.config}) == 1:  # it follows from dp and mbs
-        varied.pop(FLAGS["grad_acc_steps"], None)
-    keys = [key for key in dict.fromkeys([*FLAGS.values(), *varied]) if key in varied]
-    combinations = [{key: varied[key][i] for key in keys} for i in range(len(runs))]
-    distinct = {canonical_json(each): each for each in combinations}
-    names = dict(zip(distinct, folder_names(list(distinct.values())), strict=True))
-    return [names[canonical_json(each)] or ("all runs" if len(runs) > 1 else runs[0].name) for each in combinations]
-
-
-def draw_throughput(runs: Sequence[Run], rows: Sequence[dict[str, Any]], figure: Any) -> None:
-    """Plot the throughput and the memory of each of the `settings`, fastest on top, with a dot for each run."""
-    groups = defaultdict(list)
-    for run, name, row in zip(runs, settings(runs), rows, strict=True):
-        if run.config is not None and f"median_{RATE}" in row:
-            groups[name].append(row)
-    rates = {name: fmean(row[f"median_{RATE}"] for row in group) for name, group in groups.items()}
-    names = sorted(rates, key=lambda name: rates[name])[-MOST_BARS:]
-    figure.set_figheight(1.5 + 0.25 * len(names))
+def draw_throughput(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+    """Plot the throughput and the memory of each run, fastest on top."""
+    rate = f"median_{RATE}"
+    timed = sorted((row for row in rows if rate in row), key=lambda row: row[rate])
+    shown = timed[-MOST_BARS:]
+    figure.set_figheight(1.5 + 0.25 * len(shown))
     speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-    speed.barh(range(len(names)), [rates[name] for name in names], color="lightsteelblue")
-    speed.set_yticks(range(len(names)), [f"{name}  {rates[name]:,.0f}" for name in names], fontsize=8)
-    hidden = f", the fastest {len(names)} of {len(rates)}" * (len(names) < len(rates))
-    speed.set_xlabel(f"tokens/s per device, median of steps\nbar: mean of the runs (dots){hidden}")
-    memory.set_xlabel("peak memory in GB,\non the rank that needs most")
-    for axes, column in ((speed, f"median_{RATE}"), (memory, "memory_gb")):
-        points = [(row[column], i) for i, name in enumerate(names) for row in groups[name] if column in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color="black", markersize=3)
+    for axes, column in ((speed, rate), (memory, "memory_gb")):
+        axes.barh(range(len(shown)), [row.get(column, 0) for row in shown], color="lightsteelblue")
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
+    names = [f"{escape_dollars(row['name'])}  {row[rate]:,.0f}" for row in shown]
+    speed.set_yticks(range(len(shown)), names, fontsize=8)
+    hidden = f", the fastest {len(shown)} of {len(timed)}" * (len(shown) < len(timed))
+    speed.set_xlabel(f"tokens/s per device, median of steps{hidden}")
+    memory.set_xlabel("peak memory in GB,\non the rank that needs most")
 
 
 def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -324,7 +283,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> N
 
     for name, plot in (
         ("loss", lambda figure: draw_losses(runs, figure)),
-        ("throughput", lambda figure: draw_throughput(runs, rows, figure)),
+        ("throughput", lambda figure: draw_throughput(rows, figure)),
     ):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         plot(figure)
