@@ -3,8 +3,8 @@
     python -m benchmarks.forecast
     python -m benchmarks.forecast --held_out
 
-prints a row for each run, worst first, and a summary of each source and of each kind of layout. The last table compares
-layouts of one model on one number of GPUs; its regret is the price of the forecast's choice among them.
+prints a row for each run, worst first, and a summary of each kind of layout. The last table compares layouts of one
+model on one number of GPUs; its regret is the price of the forecast's choice among them.
 
 Prices may be chosen with the runs for calibration; all others are held out. Only two of the runs are picotron's: other
 programs differ from it in what they overlap and fuse. Products in float8 are forecast as products in bfloat16, so
@@ -14,8 +14,7 @@ no summary contains their runs.
 import argparse
 import dataclasses
 import json
-from collections import defaultdict
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -134,11 +133,8 @@ def estimate(run: dict[str, Any], source: dict[str, Any], model: LlamaConfig, fu
     elif "recomputed" in run:
         full = forecast(config_of(run, source, fused, "full"), model, plan, hardware)
         added += run["recomputed"] * (full.step_time - found.step_time)
-    step = found.step_time + added
     seconds = found.seconds._replace(compute=found.seconds.compute + added)
-    return found._replace(
-        seconds=seconds, step_time=step, tokens_per_second=found.tokens_per_second * found.step_time / step
-    )
+    return found._replace(seconds=seconds, step_time=found.step_time + added)
 
 
 def rows(file: Path = RUNS) -> list[Row]:
@@ -156,44 +152,6 @@ def rows(file: Path = RUNS) -> list[Row]:
     return found
 
 
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's rank correlation. Equal numbers share the mean of their ranks."""
-
-    def ranks(numbers: list[float]) -> list[float]:
-        ordered = sorted(numbers)
-        return [mean(i for i, each in enumerate(ordered) if each == number) for number in numbers]
-
-    x, y = ranks(a), ranks(b)
-    dx, dy = ([each - mean(numbers) for each in numbers] for numbers in (x, y))
-    norm = (sum(each**2 for each in dx) * sum(each**2 for each in dy)) ** 0.5
-    return sum(p * q for p, q in zip(dx, dy, strict=True)) / norm
-
-
-def per_token(row: Row) -> tuple[float, float]:
-    """Return the measured and the forecast tokens/s per rank, by which layouts are compared."""
-    ranks = row.run["dp"] * row.run["pp"] * row.run["tp"]
-    forecast = row.forecast.tokens_per_second / ranks
-    return forecast * row.forecast.step_time / row.measured, forecast
-
-
-def summary(found: list[Row]) -> str:
-    """Format the median error and the rank correlation of each source, and of all runs."""
-    groups: dict[tuple[str, bool], list[Row]] = defaultdict(list)
-    for row in comparable(found):
-        for source in (row.source, "all sources"):
-            groups[source, row.run["calibration"]].append(row)
-    lines = [["source", "for calibration", "runs", "median error", "worst", "rank correlation"]]
-    for (source, calibration), each in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        errors = [abs(row.error) for row in each]
-        compared = len(each) > 2 and source != "all sources"
-        correlation = f"{rank_correlation(*map(list, zip(*map(per_token, each), strict=True))):.2f}" if compared else ""
-        lines.append(
-            [source, "yes" if calibration else "no", str(len(each)), f"{median(errors):.1%}", f"{max(errors):.1%}",
-             correlation]
-        )  # fmt: skip
-    return text_table(lines, first_number=2)
-
-
 def comparable(found: list[Row]) -> list[Row]:
     return [row for row in found if not row.run.get("float8")]
 
@@ -202,13 +160,9 @@ def by_kind(found: list[Row]) -> dict[str, Errors]:
     """Return the errors of each kind of layout. A run counts for all of its kinds. The median is that of the runs that
     are held out, if there are some.
     """
-    kinds: dict[str, list[Row]] = defaultdict(list, {kind: [] for kind in ERRORS})
-    for row in comparable(found):
-        for kind in row.kinds:
-            kinds[kind].append(row)
     result = {}
-    for kind, rows_of in kinds.items():
-        if rows_of:
+    for kind in dict.fromkeys([*ERRORS, *(kind for row in found for kind in row.kinds)]):
+        if rows_of := [row for row in comparable(found) if kind in row.kinds]:
             errors = [row.error for row in rows_of]
             held_out = [row.error for row in rows_of if not row.run["calibration"]]
             result[kind] = Errors(len(errors), median(map(abs, held_out or errors)), min(errors), max(errors))
@@ -231,18 +185,15 @@ def regret_table(found: list[Row]) -> str:
     """Format the regret for each model on a number of GPUs: how much longer a step takes with the layout that the
     forecast puts first than with the fastest one, both as measured.
     """
-    groups: dict[tuple[bool, str], list[Row]] = defaultdict(list)
-    for row in found:
-        groups[row.run["calibration"], row.run["name"]].append(row)
     lines = [
         ["model", "for calibration", "fastest layout", "the forecast's choice", "layouts", "pairs in order",
          "median error", "regret"]
     ]  # fmt: skip
-    for half in sorted({calibration for calibration, _ in groups}):
-        regrets, answer = [], "yes" if half else "no"
-        for (calibration, name), rows_of in sorted(groups.items()):
-            if calibration != half:
-                continue
+    found = sorted(found, key=lambda row: (row.run["calibration"], row.run["name"]))
+    for calibration, half in groupby(found, key=lambda row: row.run["calibration"]):
+        regrets, answer = [], "yes" if calibration else "no"
+        for name, group in groupby(half, key=lambda row: row.run["name"]):
+            rows_of = list(group)
             fastest = min(rows_of, key=lambda row: row.measured)
             choice = min(rows_of, key=lambda row: row.forecast.step_time)
             regrets.append(choice.measured / fastest.measured - 1)
@@ -279,7 +230,7 @@ def main() -> None:
     found, layouts = (
         [row for row in rows(file) if not (options.held_out and row.run["calibration"])] for file in (RUNS, LAYOUTS)
     )
-    print(f"{table(found)}\n\n{summary(found)}\n\n{kinds_table(found)}\n\n{regret_table(layouts)}")
+    print(f"{table(found)}\n\n{kinds_table(found)}\n\n{regret_table(layouts)}")
 
 
 if __name__ == "__main__":

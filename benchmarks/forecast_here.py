@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks.forecast import rank_correlation
+import numpy as np
+
 from benchmarks.side_by_side import Variant, check_same_losses, measure, print_markdown
 from benchmarks.workload import TINY, arguments, model_config, picotron_step, require_gpus, run_config
 from workbench.explain.measure import find_hardware
@@ -40,19 +41,11 @@ def main() -> None:
     require_gpus(2)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
         hardware = find_hardware("H200" if TINY else "this", run_config({}))  # measured now, not read from the cache
-    results = measure(
-        [
-            Variant(
-                name,
-                partial(picotron_step, layers=LAYERS, **training),
-                (layout,),
-                run_config(layout).distributed.world_size,
-            )
-            for name, (layout, training) in LAYOUTS.items()
-        ],
-        options.turns,
-        options.steps,
-    )
+    variants = []
+    for name, (layout, training) in LAYOUTS.items():
+        step = partial(picotron_step, layers=LAYERS, **training)
+        variants.append(Variant(name, step, (layout,), run_config(layout).distributed.world_size))
+    results = measure(variants, options.turns, options.steps)
     check_same_losses(results)
     rows = [["layout", "measured, s", "forecast, s", "error"]]
     measured, expected = [], []
@@ -67,7 +60,7 @@ def main() -> None:
     print_markdown(rows)
     errors = [abs(theirs / ours - 1) for theirs, ours in zip(expected, measured, strict=True)]
     regret = measured[expected.index(min(expected))] / min(measured) - 1
-    correlation = rank_correlation(measured, expected)
+    correlation = np.corrcoef([np.argsort(np.argsort(each)) for each in (measured, expected)])[0, 1]  # of ranks
     print(f"\nMedian error {statistics.median(errors):.1%}, rank correlation {correlation:.2f}, regret {regret:.1%}.")
 
 

@@ -8,6 +8,7 @@ A comparison of programs that compute different things is worthless, so the step
 `print_table` compares. Every table ends with the commit, the machine and the versions that it was measured with.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,64 +77,68 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _join_group(rank: int, processes: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(rendezvous, processes), rank=rank, world_size=processes)
-
-
-def _serve_steps(connection: Any, variant: Variant, rank: int, rendezvous: str) -> None:
+def _serve_steps(connection: Any, rank: int, variant: Variant) -> None:
     """Prepare a variant. Then, for each number received, run that many steps and send the time in seconds and the
     losses; for 0, send the peak memory in MiB and return.
     """
+    step = variant.prepare(rank, *variant.arguments)
+    connection.send("ready")
+    while steps := connection.recv():
+        start = time.perf_counter()
+        losses = [step() for _ in range(steps)]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        connection.send((time.perf_counter() - start, [float(loss) for loss in losses if loss is not None]))
+    connection.send(peak_memory_mib())
+
+
+def _serve_call(connection: Any, rank: int, function: Callable[..., Any], arguments: Any) -> None:
+    connection.send(function(rank, *arguments))
+    connection.poll(None)  # until `gather` ends, because other ranks may still communicate with this one
+
+
+def _run(
+    serve: Callable[..., None], connection: Any, rank: int, processes: int, rendezvous: str, *arguments: Any
+) -> None:
+    """Join the group of some processes, and serve; an error is sent."""
     try:
-        _join_group(rank, variant.processes, rendezvous)
-        step = variant.prepare(rank, *variant.arguments)
-        connection.send("ready")
-        while steps := connection.recv():
-            start = time.perf_counter()
-            losses = [step() for _ in range(steps)]
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            connection.send((time.perf_counter() - start, [float(loss) for loss in losses if loss is not None]))
-        connection.send(peak_memory_mib())
+        torch.set_num_threads(1)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(rendezvous, processes), rank=rank, world_size=processes)
+        serve(connection, rank, *arguments)
         dist.destroy_process_group()
     except Exception as error:
         connection.send(error)
+        connection.poll(None)
 
 
-def _serve_call(
-    connection: Any, function: Callable[..., Any], rank: int, processes: int, rendezvous: str, arguments: Any
-) -> None:
-    try:
-        _join_group(rank, processes, rendezvous)
-        result = function(rank, *arguments)
-    except Exception as error:
-        result = error
-    connection.send(result)
-    connection.poll(None)  # until `gather` ends, because other ranks may still communicate with this one
-    if not isinstance(result, Exception):
-        dist.destroy_process_group()
-
-
-def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
-    """Call `function(rank, *arguments)` in new processes, and return the results by rank."""
+@contextlib.contextmanager
+def _ranks(serve: Callable[..., None], processes: int, *arguments: Any) -> Iterator[list[Any]]:
+    """Start processes that call `serve(connection, rank, *arguments)`, and yield the other ends of their connections.
+    They end with the context, which frees the memory of a GPU.
+    """
     with tempfile.TemporaryDirectory() as folder:
         connections, started = [], []
         for rank in range(processes):
             ours, theirs = CONTEXT.Pipe()
-            call = (theirs, function, rank, processes, f"{folder}/rendezvous", arguments)
-            started.append(CONTEXT.Process(target=_serve_call, args=call, daemon=True))
+            call = (serve, theirs, rank, processes, f"{folder}/rendezvous", *arguments)
+            started.append(CONTEXT.Process(target=_run, args=call, daemon=True))
             started[-1].start()
             theirs.close()
             connections.append(ours)
         try:
-            return _receive_all(connections)
+            yield connections
         finally:
             for connection in connections:
                 connection.close()
             for process in started:
-                process.join(30)  # which frees the memory of a GPU
+                process.join(30)
+
+
+def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
+    """Call `function(rank, *arguments)` in new processes, and return the results by rank."""
+    with _ranks(_serve_call, processes, function, arguments) as connections:
+        return _receive_all(connections)
 
 
 def _receive_all(connections: list[Any]) -> list[Any]:
@@ -156,39 +161,25 @@ def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measur
     """
     if torch.cuda.is_available() and len(variants) > 1:
         return {name: result for each in variants for name, result in measure([each], turns, steps).items()}
-    connections: dict[str, list[Any]] = {}
-    processes = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, variant in enumerate(variants):
-            connections[variant.name] = []
-            for rank in range(variant.processes):
-                ours, theirs = CONTEXT.Pipe()
-                process = CONTEXT.Process(
-                    target=_serve_steps, args=(theirs, variant, rank, f"{folder}/{number}"), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                connections[variant.name].append(ours)
-            _receive_all(connections[variant.name])
+    with contextlib.ExitStack() as stack:
+        connections: dict[str, list[Any]] = {}
+        for each in variants:
+            connections[each.name] = stack.enter_context(_ranks(_serve_steps, each.processes, each))
+            _receive_all(connections[each.name])
 
         def request(name: str, steps: int) -> list[Any]:
             for connection in connections[name]:
                 connection.send(steps)
             return _receive_all(connections[name])
 
-        seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
-        losses: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        found = {name: Measurement([], 0.0, []) for name in connections}
         for turn in range(turns + 1):
-            for variant in variants:
-                times, by_rank = zip(*request(variant.name, steps), strict=True)
-                losses[variant.name] += map(statistics.mean, zip(*filter(None, by_rank), strict=True))
+            for name, (seconds, _, losses) in found.items():
+                times, by_rank = zip(*request(name, steps), strict=True)
+                losses += map(statistics.mean, zip(*filter(None, by_rank), strict=True))
                 if turn > 0:
-                    seconds[variant.name].append(max(times) / steps)
-        memory = {variant.name: max(request(variant.name, 0)) for variant in variants}
-        for process in processes:
-            process.join(10)
-    return {name: Measurement(seconds[name], memory[name], losses[name]) for name in seconds}
+                    seconds.append(max(times) / steps)
+        return {name: each._replace(memory=max(request(name, 0))) for name, each in found.items()}
 
 
 def check_same_losses(results: dict[str, Measurement]) -> None:
