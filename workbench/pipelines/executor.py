@@ -163,10 +163,8 @@ class StepState:
             "I": self.backward_input,
             "W": self.backward_weight,
             "R": self.reduce_grads,
-            "SEND_F": self.send_forward,
-            "SEND_B": self.send_backward,
-            "RECV_F": self.recv_forward,
-            "RECV_B": self.recv_backward,
+            "SEND": self.send,
+            "RECV": self.recv,
         }
 
     def run(self, action: AnyAction) -> None:
@@ -182,7 +180,7 @@ class StepState:
             self.wait_for_input(part)  # outside of the action's recorded time
         with record_action(str(action), self.recorder):
             for part in parts:
-                self.run_kind[part.kind](part)
+                self.run_kind[part.kind.partition("_")[0]](part)
 
     def finish(self) -> None:
         """Wait for the last messages."""
@@ -239,31 +237,22 @@ class StepState:
     def reduce_grads(self, action: Action) -> None:
         self.model.start_grad_sync(action.stage)
 
-    def send_forward(self, action: Action) -> None:
-        self.send(action._replace(kind="F"), action.stage + 1)
-
-    def send_backward(self, action: Action) -> None:
-        self.send(action._replace(kind="B"), action.stage - 1)
-
-    def recv_forward(self, action: Action) -> None:
-        self.recv(action._replace(kind="F"))
-
-    def recv_backward(self, action: Action) -> None:
-        self.recv(action._replace(kind="B"))
-
-    def send(self, result: Action, stage: int) -> None:
-        """Start to send a result to a stage, after a wait for earlier messages if too many are in flight. This cannot
-        deadlock, because both ends have the same order of messages.
+    def send(self, message: Action) -> None:
+        """Start to send a result to the stage that needs it, after a wait for earlier messages if too many are in
+        flight. This cannot deadlock, because both ends have the same order of messages.
         """
-        receiver, message = self.schedule.rank_of(stage), [each.contiguous() for each in self.results.pop(result)]
+        result = message._replace(kind=message.kind[-1])
+        target = self.schedule.target(result)
+        assert target is not None
+        receiver, content = self.schedule.rank_of(target), [each.contiguous() for each in self.results.pop(result)]
         self.wait_for_sends(receiver, MAX_SENDS_IN_FLIGHT - 1)
-        self.pending_sends[receiver].append((start_message("send", message, receiver), message))
+        self.pending_sends[receiver].append((start_message("send", content, receiver), content))
 
-    def recv(self, action: Action) -> None:
+    def recv(self, message: Action) -> None:
         """Start to receive the input of an action."""
-        source = self.schedule.source(action)
+        source = self.schedule.source(message._replace(kind=message.kind[-1]))
         assert source is not None
-        likes = tensors(self.received(max(action.stage, source.stage), action.micro_batch))
+        likes = tensors(self.received(max(message.stage, source.stage), message.micro_batch))
         if source.kind != "F":  # the gradients of what this stage has sent
             likes = with_gradients(likes)
         self.results[source] = tuple(torch.empty(like.shape, dtype=like.dtype, device=self.device) for like in likes)
