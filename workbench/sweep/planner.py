@@ -8,7 +8,7 @@ all configs would find.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from picotron.config import Config, Distributed
+from picotron.config import Config
 from picotron.console import UserError
 from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware, fits
@@ -59,7 +59,6 @@ class Placed(NamedTuple):
     kinds: list[int]
     held: list[list[Stage]]
     distinct: dict[int, Stage]
-    last_rank: int
     placement: Placement
 
 
@@ -115,14 +114,13 @@ class Planner:
     def bounds(self, config: Config) -> tuple[float, float]:
         """Return lower bounds of the seconds of a step, and of the GiB of the rank that needs most."""
         layout, m = config.distributed, config.training.gradient_accumulation_steps
-        # With pp_keep_activations, work is least if all micro-batches keep them, and hides most if none does.
-        most = self.clock(config)
-        clock = self.clock(config, kept=1.0) if config.schedule.pp_keep_activations else most
+        # With pp_keep_activations, work is least if all micro-batches keep them.
+        clock = self.clock(config, kept=1.0 if config.schedule.pp_keep_activations else 0.0)
         if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
             return self._average(clock, m)
         placed = self.place(config)
         parameters = [clock.parameters(stages) for stages in placed.held]
-        seconds = self._pipeline(clock, placed, m) + self._exposed_dp(most, placed) + clock.tied(placed.last_rank)
+        seconds = self._pipeline(clock, placed, m)  # messages over dp can only add to it
         # One micro-batch in all stages of a rank; and in a loop, on the first rank, one in each stage of each rank.
         saves = {i: stage_bytes(config, self.model, clock.s, stage) for i, stage in placed.distinct.items()}
         saved = [[saves[id(stage)] for stage in stages] for stages in placed.held]
@@ -148,11 +146,8 @@ class Planner:
             differ = dict(zip(names, held, strict=True))
             kinds, distinct = [list(differ).index(name) for name in names], {id(stage): stage for stage in stages}
             first = stages[: layout.pp_size]
-            self.placed[key] = Placed(first, kinds, list(differ.values()), distinct, ranks[-1], recipe.placement)
+            self.placed[key] = Placed(first, kinds, list(differ.values()), distinct, recipe.placement)
         return self.placed[key]
-
-    def _kinds(self, layout: Distributed) -> set[str]:
-        return action_kinds(layout.pp_engine if layout.pp_size > 1 else "1f1b")
 
     def _average(self, clock: Clock, m: int) -> tuple[float, float]:
         """Bounds without stages: what an average rank computes and holds."""
@@ -174,7 +169,7 @@ class Planner:
         """A bound of the simulated step: a rank waits until a forward reaches its first stage, and works. If its last
         action can only be a full backward, the gradients have to return to the first stage.
         """
-        kinds = self._kinds(clock.layout)
+        kinds = action_kinds(clock.layout.pp_engine if clock.layout.pp_size > 1 else "1f1b")
         split, work, ways = "I" in kinds, dict[int, float](), dict[int, tuple[float, float]]()
         for i, stage in placed.distinct.items():
             F, B, IW = (sum(sum(clock.work(stage, kind)) for kind in each) for each in ("F", "B", "IW"))
@@ -187,20 +182,6 @@ class Planner:
             there, back = ways[id(stage)]
             arrival, way_back = arrival + there, way_back + back
         return longest
-
-    def _exposed_dp(self, clock: Clock, placed: Placed) -> float:
-        """A bound of `Clock.exposed_dp`. The step ends with the last action of some stage, on some rank."""
-        kinds = self._kinds(clock.layout)
-        ends = "B" if "I" not in kinds else "FB" if "B" in kinds else "W"  # with B and I, some are pairs with an F
-        after, exposed = [], []
-        last = {i: sum(sum(clock.work(stage, kind)) for kind in ends) for i, stage in placed.distinct.items()}
-        for stages in placed.held:
-            unique = {id(stage): stage for stage in stages}  # of the earlier ones, only that with the embedding matters
-            messages = {i: clock.dp_messages(stage, stages[: i != id(stages[0])]) for i, stage in unique.items()}
-            exposed.append(sum(messages[id(stage)].exposed for stage in stages))
-            shown = (max(each.reduction - last[i], each.after) for i, each in messages.items())
-            after.append(exposed[-1] + min(shown))
-        return max(min(after), *exposed)
 
 
 def best_configs(
