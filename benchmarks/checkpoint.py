@@ -39,6 +39,7 @@ from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
 from workbench.run.run_folder import checkpoint_folder
+from workbench.run.with_keys import with_keys
 from workbench.variants.choose import build_model
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
@@ -54,9 +55,7 @@ class Run:
     def __init__(self, rank: int, layout: dict[str, Any], folder: Path) -> None:
         self.folder, self.device = folder, device_of(rank)
         sizes = {"seq_length": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
-        config = run_config(layout, **sizes)
-        update = {"save_dir": str(folder)}
-        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
+        config = with_keys(run_config(layout, **sizes), checkpoint={"save_dir": str(folder)})
         grid = config.distributed
         setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
         dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 import train
-from picotron.config import Config
 from workbench.console import print_line
 from workbench.run.config_reader import load_config
-from workbench.run.launch import exit_on_error, set_up_device
+from workbench.run.launch import exit_on_error
 from workbench.run.ranks import run_ranks
 
 ON_GPU = torch.cuda.is_available()
@@ -55,15 +54,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def shared_device(config: Config) -> torch.device:
-    """Select the first GPU for every rank, see `set_up_device`."""
+def train_here(*arguments: Any) -> None:
+    """Train on this rank, on the first GPU."""
     os.environ["LOCAL_RANK"] = "0"
-    return set_up_device(config)
-
-
-def train_here(config: Config, *arguments: Any) -> None:
-    train.set_up_device = shared_device
-    train.train(config, *arguments)
+    train.train(*arguments)
 
 
 def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> list[tuple[float, float]]:

@@ -9,7 +9,6 @@ rate of 2e-5, in float32. With --model.pretrained false, only the config.json in
 """
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from picotron.tensor_parallel.tp_communications import reduce_from_ranks
 from workbench.console import number
 from workbench.generation.prompts import Encoder
 from workbench.own_loops.batches import Batch
-from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, set_up, used_keys
+from workbench.own_loops.trainer import DATA_SET_KEYS, FrozenModel, Trainer, run_program, set_up, used_keys
 from workbench.prepare.tokens import read_tokenizer
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.config_reader import config_parser, load_config
-from workbench.run.launch import exit_on_error, set_up_logging
 from workbench.run.model_config import load_model_config
-from workbench.run.ranks import run_ranks
 from workbench.run.token_files import check_tokenizer
 
 
@@ -94,12 +91,6 @@ def check_tokenizers(config: Config, teacher: str) -> None:
         raise UserError(f"the tokenizer {own!r} {problem}; set model.tokenizer to {teacher!r}")
 
 
-def main() -> None:
-    set_up_logging()
-    config, teacher, temperature = read_config(sys.argv[1:])
-    run_ranks(config.distributed.world_size, functools.partial(train, config, teacher, temperature))
-
-
 def train(config: Config, teacher: str, temperature: float) -> None:
     """Train on this rank."""
     check_tokenizers(config, teacher)
@@ -108,4 +99,4 @@ def train(config: Config, teacher: str, temperature: float) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(main)
+    run_program(read_config, train)

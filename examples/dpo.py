@@ -13,7 +13,6 @@ of 1e-6, in float32. A much higher one destroys the model, while the accuracy ri
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from workbench.own_loops.trainer import (
     Trainer,
     check_used,
     fingerprint,
+    run_program,
     set_up,
     used_keys,
 )
@@ -47,8 +47,6 @@ from workbench.prepare.documents import WEIGHT, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 from workbench.run.config_reader import config_parser, load_config
-from workbench.run.launch import exit_on_error, set_up_logging
-from workbench.run.ranks import run_ranks
 
 logger = logging.getLogger("picotron")
 
@@ -178,12 +176,6 @@ def read_config(arguments: list[str]) -> tuple[Config, float]:
     return config, options.beta
 
 
-def main() -> None:
-    set_up_logging()
-    config, beta = read_config(sys.argv[1:])
-    run_ranks(config.distributed.world_size, functools.partial(train, config, beta))
-
-
 def train(config: Config, beta: float) -> None:
     """Train on this rank."""
     model_config, _ = check_run(config)
@@ -194,4 +186,4 @@ def train(config: Config, beta: float) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(main)
+    run_program(read_config, train)

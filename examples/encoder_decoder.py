@@ -38,13 +38,12 @@ from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.optimizer import AdamW, make_scheduler, update_weights
-from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import Parser, print_line
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.run.config_reader import parse_config
-from workbench.run.launch import exit_on_error, init_process_group, set_up_device
+from workbench.run.launch import connect, exit_on_error
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build, forward_only
 
@@ -226,10 +225,7 @@ def read_options(arguments: list[str]) -> tuple[Config, T5Config, Schedule]:
 
 def main() -> None:
     config, model_config, schedule = read_options(sys.argv[1:])
-    device = set_up_device(config)
-    init_process_group(config, device)
-    setup_process_group_manager(1, 1, config.distributed.pp_size, 1)
-    learn(config, model_config, schedule, device)
+    learn(config, model_config, schedule, connect(config))
     dist.destroy_process_group()
 
 

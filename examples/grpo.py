@@ -26,7 +26,6 @@ import inspect
 import json
 import logging
 import runpy
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
@@ -50,6 +49,7 @@ from workbench.own_loops.trainer import (
     Trainer,
     check_used,
     fingerprint,
+    run_program,
     set_up,
     used_keys,
 )
@@ -58,9 +58,7 @@ from workbench.prepare.documents import load_documents
 from workbench.prepare.tokens import convert, read_tokenizer, tokenizer_folder
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.config_reader import config_parser, load_config
-from workbench.run.launch import exit_on_error, set_up_logging
 from workbench.run.model_config import ends_of_both
-from workbench.run.ranks import run_ranks
 from workbench.run.rows import held_out_sequences
 from workbench.run.run_folder import COMPLETIONS, user_error_on_failure
 
@@ -291,12 +289,6 @@ def data_of(config: Config, task: Task) -> Data:
     return Data(fingerprint(config, samples), tokenizer_folder(task.encoder.tokenizer))
 
 
-def main() -> None:
-    set_up_logging()
-    config, options = read_config(sys.argv[1:])
-    run_ranks(config.distributed.world_size, functools.partial(train, config, options))
-
-
 def train(config: Config, options: argparse.Namespace) -> None:
     """Train on this rank."""
     task = read_task(config, options)
@@ -305,4 +297,4 @@ def train(config: Config, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(main)
+    run_program(read_config, train)

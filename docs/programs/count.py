@@ -24,6 +24,7 @@ from workbench.explain.explain import run_rank
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline
 from workbench.run.model_config import load_model_config
+from workbench.run.with_keys import with_keys
 
 MIB = 2**20
 CONFIG = quickstart()
@@ -129,7 +130,7 @@ def bytes_sent() -> Iterator[Row]:
     for n, m in ((2, 1), (2, 4), (8, 1), (8, 4)):
         for engine, full in (("bucket", 8), ("zero1", 6), ("zero3", 8 * m)):
             config = quickstart(dp_size=n, dp_engine=engine, gradient_accumulation_steps=m)
-            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+            config = with_keys(config, model={"dtype": "bfloat16"})
             counts, mib = traffic(config, axis="cp_dp")
             sent = sum(mib.values()) * MIB / number_of_parameters()
             yield f"n = {n}, {engine}", m, counts.total(), sent, full * (n - 1) / n

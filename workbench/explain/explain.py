@@ -46,6 +46,7 @@ from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import ExecutorPlan, check_layout, make_train_step
 from workbench.run.metrics import global_mean, max_over_ranks
 from workbench.run.model_config import load_model_config
+from workbench.run.with_keys import with_keys
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.variants.choose import build_model, make_optimizer
 from workbench.variants.experts import Experts
@@ -79,9 +80,7 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     parameters = list(model.parameters())
     first = parameters[0]
     # There is no fused kernel for the meta device, and nothing to compile.
-    off = {"model": {"use_fused_adam": False}, "training": {"compile": False}}
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in off.items()}
-    optimizer = make_optimizer(model, config.model_copy(update=sections))
+    optimizer = make_optimizer(model, with_keys(config, model={"use_fused_adam": False}, training={"compile": False}))
 
     weights, gradients = bytes_held(model)
     FakeGroup.messages.clear()
@@ -143,8 +142,7 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
     engine = layout.pp_engine if layout.pp_size > 1 else "1f1b"
     with fake_rank(rank, layout):
         for each in (1, 2):
-            training = config.training.model_copy(update={"gradient_accumulation_steps": each})
-            brief = config.model_copy(update={"training": training})
+            brief = with_keys(config, training={"gradient_accumulation_steps": each})
             schedule = build(engine, layout.pp_size, each, plan.schedule.chunks)
             steps.append(build_and_run(brief, model_config, dataclasses.replace(plan, schedule=schedule)))
     fewer, more = (step.messages for step in steps)
@@ -154,8 +152,7 @@ def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, 
 
 def run_stages(config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> list[Step]:
     """Return the step of one rank for each pp rank. Of pp ranks that do not differ, only the first one is played."""
-    training = config.training.model_copy(update={"compile": False})  # compilation does not change the messages
-    config = config.model_copy(update={"training": training})
+    config = with_keys(config, training={"compile": False})  # compilation does not change the messages
     per_stage, played = config.distributed.cp_size * config.distributed.tp_size, {}
     kinds = [kind_of_rank(plan, rank, differences(model_config)) for rank in range(plan.schedule.pp)]
     for rank, kind in enumerate(kinds):

@@ -32,6 +32,7 @@ from workbench.files import write_atomically
 from workbench.prepare.cache import cached
 from workbench.run.launch import keep_freed_memory
 from workbench.run.metrics import peak_flops
+from workbench.run.with_keys import with_keys
 
 SECONDS = 0.6  # for each rate
 
@@ -62,9 +63,7 @@ def find_hardware(name: str, config: Config) -> Hardware:
 
 def on_hardware(config: Config, hardware: Hardware) -> Config:
     """Return a config that trains on this hardware: on its GPU, or on its cores."""
-    return config.model_copy(
-        update={"distributed": config.distributed.model_copy(update={"use_cpu": hardware.cores is not None})}
-    )
+    return with_keys(config, distributed={"use_cpu": hardware.cores is not None})
 
 
 def cores() -> int:

@@ -106,6 +106,7 @@ from picotron.model.families import differences, head_size, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import stage_weights
 from workbench.pipelines.plan import SchedulePlan
+from workbench.run.with_keys import with_keys
 from workbench.schedules.actions import Action
 from workbench.schedules.simulate import Costs, peak_activations, simulate
 
@@ -363,8 +364,7 @@ def activation_peaks(config: "Config", model: "PreTrainedConfig", plan: Schedule
     s, kept, zero3 = sizes(config, model), plan.kept_activations(rank), config.distributed.dp_engine == "zero3"
     configs = {False: config}  # of forwards that drop activations as the config says, and of those that keep them all
     if kept:
-        training = config.training.model_copy(update={"activation_checkpointing": "none"})
-        configs[True] = config.model_copy(update={"training": training})
+        configs[True] = with_keys(config, training={"activation_checkpointing": "none"})
     saved: dict[Unit, int] = {}
     deferred: dict[Unit, int] = {}
     temporary: dict[tuple[str, Unit], int] = {}

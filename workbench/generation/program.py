@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.families import differences
-from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import Parser, number, print_line
 from workbench.files import naming_deleted
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
@@ -29,7 +28,7 @@ from workbench.pipelines.modules import LlamaStages
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.config_reader import parse_config
-from workbench.run.launch import init_process_group, set_up_device
+from workbench.run.launch import connect
 from workbench.run.model_config import end_tokens, load_model_config
 from workbench.run.ranks import run_ranks
 from workbench.run.run_folder import checkpoint_folders
@@ -85,9 +84,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
     )
     model_config = read_model_config(folder)
     plan = check_layout(config, model_config)
-    device = set_up_device(config)
-    init_process_group(config, device, model_config, plan.identity)
-    setup_process_group_manager(tp_size, 1, pp_size, dp_size)
+    device = connect(config, model_config, plan.identity)
     weights = Checkpoint(folder, weights_only=True).weights()
     stage: Any = build_stage(config, model_config, plan.wrap, device, model_config.dtype, weights)
     return stage

@@ -8,13 +8,12 @@ import torch.distributed as dist
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
-from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import print_line
 from workbench.files import naming_deleted
 from workbench.pipelines.engine import check_run, make_evaluation
 from workbench.prepare.tokens import prepare
 from workbench.run.checkpoint.checkpoint import find_checkpoint
-from workbench.run.launch import init_process_group, set_up_device
+from workbench.run.launch import connect
 from workbench.run.metrics import evaluation_record
 from workbench.run.rows import targets_and_bytes
 from workbench.run.token_files import for_data, load_data
@@ -33,9 +32,7 @@ def evaluate(config: Config, name: str) -> None:
         UserError: the config names no weights.
     """
     model_config, plan = check_run(config)
-    device, layout, dtype = set_up_device(config), config.distributed, getattr(torch, config.model.dtype)
-    init_process_group(config, device, model_config, plan.identity)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    device, dtype = connect(config, model_config, plan.identity), getattr(torch, config.model.dtype)
     checkpoint = find_checkpoint(config, model_config)
     if checkpoint is None:
         raise UserError("--evaluate needs a model: set checkpoint.load_path, or model.pretrained to true")

@@ -8,8 +8,10 @@ A program with a loss or with batches of its own (see `batches`) needs no more, 
 """
 
 import contextlib
+import functools
 import hashlib
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +31,6 @@ from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.weights import initial_weights
 from picotron.optimizer import make_scheduler, squared_norms, update_weights
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import print_line
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.check_batches import Batch
@@ -40,8 +41,16 @@ from workbench.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.config_reader import leaf_keys
-from workbench.run.launch import StopSignals, check_same_config, exit_after_signal, init_process_group, set_up_device
+from workbench.run.launch import (
+    StopSignals,
+    check_same_config,
+    connect,
+    exit_after_signal,
+    exit_on_error,
+    set_up_logging,
+)
 from workbench.run.metrics import Progress, check_finite, max_over_ranks
+from workbench.run.ranks import run_ranks
 from workbench.run.rows import data_fingerprint
 from workbench.run.run_folder import CLAIM, begin_run, claim_save_dir, write_record
 from workbench.run.token_files import load_data
@@ -102,6 +111,19 @@ def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | No
     return Data(data_fingerprint(rows, config), tokenizer, rows)
 
 
+def run_program(read_config: Callable[[list[str]], tuple[Any, ...]], train: Callable[..., None]) -> None:
+    """Run a program: read the config and whatever else from its command line, and call `train` with all of it on each
+    rank.
+    """
+
+    def main() -> None:
+        set_up_logging()
+        config, *others = read_config(sys.argv[1:])
+        run_ranks(config.distributed.world_size, functools.partial(train, config, *others))
+
+    exit_on_error(main)
+
+
 @contextlib.contextmanager
 def set_up(
     config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
@@ -125,10 +147,7 @@ def set_up(
         )
     claim_save_dir(config)
     try:
-        device, layout = set_up_device(config), config.distributed
-        init_process_group(config, device, model_config, plan.identity)
-        setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-        trainer = Trainer(config, device, data, frozen)
+        trainer = Trainer(config, connect(config, model_config, plan.identity), data, frozen)
         with trainer.writer:
             yield trainer
         dist.barrier()  # the other ranks are stopped when one of them exits with an error code

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from picotron.config import Config, Distributed
 from picotron.console import UserError, first_line
+from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import LinePrinter, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.fork_server import STOP_SIGNALS
@@ -173,6 +174,20 @@ def init_process_group(
             f"gloo finds no network: {reason}; is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
         ) from error
     check_same_config(config, model_config, schedule)
+
+
+def connect(
+    config: Config, model_config: "PreTrainedConfig | None" = None, schedule: str | None = None
+) -> torch.device:
+    """Select this process's device, connect to the other ranks, and create the process groups of the layout.
+
+    Args:
+        model_config, schedule: see `check_same_config`.
+    """
+    device, layout = set_up_device(config), config.distributed
+    init_process_group(config, device, model_config, schedule)
+    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    return device
 
 
 def check_same_config(

@@ -23,6 +23,7 @@ from picotron.config import Config, Dataset, default_of
 from picotron.console import UserError, first_line, invalid_value
 from workbench.files import read_object
 from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.with_keys import with_keys
 
 FILE = "token_files.json"
 ARRAYS = ("tokens.uint16", "tokens.uint32", "counted.uint8", "lengths.int64")
@@ -120,10 +121,7 @@ def load_data(
 def for_data(config: Config, name: str, tokenizer: str | None, split: str | None = None) -> Config:
     """Return a config with another data set, of which all documents are read, and with a tokenizer."""
     dataset = {"name": name, "eval_name": name, "split": split or config.dataset.split, "mixture": None}
-    sections = {"dataset": dataset, "training": {"num_samples": None}, "model": {"tokenizer": tokenizer}}
-    return config.model_copy(
-        update={key: getattr(config, key).model_copy(update=keys) for key, keys in sections.items()}
-    )
+    return with_keys(config, dataset=dataset, training={"num_samples": None}, model={"tokenizer": tokenizer})
 
 
 def load_token_files(

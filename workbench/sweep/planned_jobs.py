@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from picotron.config import Config, Logging, Schedule
+from picotron.config import Config, Schedule
 from picotron.config import Model as ModelSection
 from picotron.console import UserError
 from picotron.model.families import differences
@@ -25,6 +25,7 @@ from workbench.pipelines.engine import check_layout
 from workbench.pipelines.plan import SchedulePlan
 from workbench.run.config_reader import override, parse_config
 from workbench.run.model_config import load_model_config
+from workbench.run.with_keys import with_keys
 from workbench.schedules.schedules import SCHEDULES
 from workbench.sweep.combinations import AXES, FLAGS, GLOBAL_BATCH, Combination, canonical_json
 from workbench.sweep.jobs import Job
@@ -184,8 +185,7 @@ def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Comb
     sizes = (2**i for i in range(layers.bit_length()))
     counts = {min(layers // layout.pp_size, -(-layers // (layout.pp_size * size))) for size in sizes}
     for chunks in sorted(counts - {0, 1, recipe.chunks}):
-        section = config.schedule.model_copy(update={"pp_chunks": chunks})
-        yield combination | {key: chunks}, config.model_copy(update={"schedule": section})
+        yield combination | {key: chunks}, with_keys(config, schedule={"pp_chunks": chunks})
 
 
 def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
@@ -202,9 +202,7 @@ def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str
     changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
     for layout, training in changes:
         sections = {"distributed": layout, "training": training}
-        changed = config.model_copy(
-            update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-        )
+        changed = with_keys(config, **sections)
         try:
             memory = rank_memory(changed, model_config, check_layout(changed, model_config))
         except UserError:  # a recording, for example, is for one kind of recomputation
@@ -229,15 +227,11 @@ def _can_run(config: Config) -> bool:
         training["activation_checkpointing"] = "none"
         without_pipeline = {"schedule": Schedule()}, one | {"pp_size": 1, "pp_engine": "1f1b"}
         parts = [without_pipeline, (parts[0][0], one | {"tp_size": 1, "cp_size": 1, "sequence_parallel": False})]
-    kept = {
-        "training": config.training.model_copy(update=training),
-        "logging": Logging(),  # these two have no hash otherwise
-        "dataset": config.dataset.model_copy(update={"mixture": None}),
-    }
-    configs = [
-        config.model_copy(update=kept | schedule | {"distributed": layout.model_copy(update=part)})
+    without_lists = {"logging": {"trace_steps": None}, "dataset": {"mixture": None}}  # which have no hash
+    configs = (
+        with_keys(config, training=training, distributed=part, **without_lists).model_copy(update=schedule)
         for schedule, part in parts
-    ]
+    )
     return all(map(_fits, configs))
 
 
