@@ -15,13 +15,10 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import platform
-import re
 import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
+
+from workbench.explain.measure import device_name
 
 # A fork server imports the libraries once for all processes. A process that uses a GPU cannot be forked.
 CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -199,13 +198,9 @@ def check_same_losses(results: dict[str, Measurement]) -> None:
 
 def machine() -> str:
     """Describe the hardware and the versions of the libraries."""
-    if torch.cuda.is_available():
-        where = torch.cuda.get_device_name()
-    else:
-        model = (
-            re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
-        )
-        where = f"{os.cpu_count()} cores of {model[1] if model else platform.machine()}, one thread per process"
+    where = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        where = f"{os.cpu_count()} cores of {where}, one thread per process"
     return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
-from benchmarks.shapes import SHAPES
 from docs.programs.svg import TENSORS, main
 from picotron.config import Model
 from workbench.console import text_table
@@ -80,7 +79,8 @@ def bars(rows: dict[str, list[float]], unit: str, caption: str, longest: float, 
 
 def techniques() -> str:
     """Draw SmolLM-1.7B on 8 ranks, and print the same numbers."""
-    model, rows = LlamaConfig(**SHAPES["smollm-1.7b"], pad_token_id=None), {}
+    sizes_of_matrices = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192}
+    model, rows = LlamaConfig(**sizes_of_matrices, num_hidden_layers=24, tie_word_embeddings=True), {}
     for name, (layout, training) in TECHNIQUES.items():
         micro_batches = 8 if "pp_size" in layout else 2  # without a pipeline, two are enough for the peak
         batch = {"seq_length": 2048, "micro_batch_size": 4, "gradient_accumulation_steps": micro_batches}

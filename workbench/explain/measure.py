@@ -56,7 +56,7 @@ def find_hardware(name: str, config: Config) -> Hardware:
     device = "cpu" if config.distributed.use_cpu else "cuda"
     threads = config.environment.OMP_NUM_THREADS
     ranks = torch.cuda.device_count() if device == "cuda" else max(1, cores() // threads)
-    key = f"{_name(device)} {ranks} {threads} {torch.__version__} {Path(__file__).read_text()}"
+    key = f"{device_name(device)} {ranks} {threads} {torch.__version__} {Path(__file__).read_text()}"
     file = "hardware.json"
     return read_hardware(cached("hardware", key, lambda folder: _run(folder / file, device, ranks, threads)) / file)
 
@@ -71,7 +71,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Return the name of this machine's "cuda" device or "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -160,8 +161,8 @@ def measure(device: torch.device, threads: int) -> Hardware:
         link = 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(lambda: all_reduce(buffer, None), device, 20)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else _memory() / ranks
     return Hardware(
-        name=_name(device.type),
-        peak=(peak_flops(_name(device.type), torch.bfloat16) or 0.0) if on_gpu else 0.0,
+        name=device_name(device.type),
+        peak=(peak_flops(device_name(device.type), torch.bfloat16) or 0.0) if on_gpu else 0.0,
         gib=total / 2**30,
         products=products,
         attention=flops / forward / rate,

@@ -70,8 +70,12 @@ class Executor:
 
         Returns:
             See `train_step_pipeline_afab`.
+
+        Raises:
+            UserError: the loader has another number of micro-batches than the schedule.
         """
-        check_micro_batches(self.schedule.micro_batches, data_loader.grad_acc_steps)
+        if (count := data_loader.grad_acc_steps) != (expected := self.schedule.micro_batches):
+            raise UserError(f"the schedule is for {expected} micro-batches, not {count}; make them equal")
         forward_only = self.schedule.forward_only
         batches = [next(data_loader) for _ in range(self.schedule.micro_batches)]
         model.require_backward_grad_sync = False  # R starts the reductions instead
@@ -85,12 +89,6 @@ class Executor:
         return sum_losses(step.losses, device)
 
 
-def check_micro_batches(expected: int, count: int) -> None:
-    """Raise UserError if a step has another number of micro-batches than its schedule."""
-    if count != expected:
-        raise UserError(f"the schedule is for {expected} micro-batches, not {count}; make them equal")
-
-
 def check_outputs(stage: int, outputs: tuple[Tensor, ...], likes: tuple[Tensor, ...], device: torch.device) -> None:
     """Raise ValueError if the outputs of a stage do not fit into the buffers of the next one."""
     if len(outputs) != len(likes):
@@ -99,16 +97,11 @@ def check_outputs(stage: int, outputs: tuple[Tensor, ...], likes: tuple[Tensor, 
             f"describe what the stage returns"
         )
     for y, like in zip(outputs, likes, strict=True):
-        check_message(y, like.shape, device, like.dtype)
-
-
-def check_message(tensor: Tensor, shapes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if `tensor` does not fit into the buffer that the receiver has allocated for it."""
-    if (tuple(tensor.shape), tensor.device.type, tensor.dtype) != (tuple(shapes), device.type, dtype):
-        raise ValueError(
-            f"pp rank {pgm.process_group_manager.pp_rank} cannot send {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
-            f"the receiver expects {dtype} {list(shapes)} on {device}; change the stage's output, or `receives`"
-        )
+        if (y.shape, y.device.type, y.dtype) != (like.shape, device.type, like.dtype):
+            raise ValueError(
+                f"stage {stage} cannot send {y.dtype} {list(y.shape)} on {y.device}: the receiver expects {like.dtype} "
+                f"{list(like.shape)} on {device}; change the stage's output, or `receives`"
+            )
 
 
 def start_message(operation: str, tensors: Sequence[Tensor], rank: int) -> list[dist.Work]:

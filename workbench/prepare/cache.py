@@ -60,7 +60,7 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
                     _flush(new)
                 assert lock is not None
                 lock.truncate(0)
-                lock.write(_sizes(entry))
+                lock.write(json.dumps(sizes_of(entry)))
     except OSError as error:
         raise UserError(
             f"the cache {entry.parent} cannot be written: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
@@ -72,13 +72,13 @@ def cached(kind: str, key: str, write: Callable[[Path], None]) -> Path:
 def is_whole(entry: Path, lock_file: Path) -> bool:
     """Return whether an entry exists, with all the files that were written. (Entries of earlier versions: any.)"""
     written = lock_file.read_text() if lock_file.exists() else ""
-    return entry.exists() and (not written or written == _sizes(entry))
+    return entry.exists() and (not written or written == json.dumps(sizes_of(entry)))
 
 
-def _sizes(folder: Path) -> str:
-    """Return the sizes of all files in a folder, as JSON."""
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Return the sizes of all files in a folder, by their names."""
     files = sorted(filter(Path.is_file, folder.rglob("*")))
-    return json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files})
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def _flush(folder: Path) -> None:

@@ -28,7 +28,7 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
-from workbench.prepare.cache import cached
+from workbench.prepare.cache import cached, sizes_of
 from workbench.prepare.documents import Documents, Record, load_documents
 from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.text import Columns, TextEncoder, pieces_of
@@ -395,12 +395,11 @@ def write_tokens(config: Config, model_config: PreTrainedConfig, trained: Path |
             encoder = SampleEncoder(columns, tokenizer, dtype, only_last, starts)
         _write_arrays(documents, encoder, section.num_proc, section.skip_invalid, folder)
         save(tokenizer, folder / "tokenizer")
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
         facts = TokenFiles(
             end=tokenizer.eos_token_id,
             vocab_size=vocabulary_size(tokenizer),
             digest=digest_of(folder),
-            sizes={str(path.relative_to(folder)): path.stat().st_size for path in files},
+            sizes=sizes_of(folder),
         )
         (folder / FILE).write_text(facts.model_dump_json(indent=2) + "\n")
 

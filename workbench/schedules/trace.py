@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
@@ -31,12 +30,6 @@ from workbench.schedules.simulate import Costs, Span, Timeline, computes, measur
 def trace_path(run_dir: str | Path, step: int) -> Path:
     """Return the trace of a step in a run's folder."""
     return Path(run_dir, f"trace_step_{step:08d}.jsonl")
-
-
-def trace_files(run_dir: Path) -> dict[int, Path]:
-    """Return the traces of steps in a run's folder by step, in ascending order."""
-    matches = (re.fullmatch(r"trace_step_([0-9]{8})\.jsonl", path.name) for path in run_dir.glob("trace_step_*"))
-    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
 
 
 def trace_line(rank: int, span: Span) -> str:
@@ -69,7 +62,8 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
 
 
 def _read(run_dir: str | Path, step: int | None = None) -> tuple[int, Path, bytes]:
-    steps = list(trace_files(Path(run_dir)))
+    traces = Path(run_dir).glob(f"trace_step_{8 * '[0-9]'}.jsonl")
+    steps = sorted(int(path.stem.removeprefix("trace_step_")) for path in traces)
     if not steps:
         raise UserError(
             f"{str(run_dir)!r} has no traces, files like trace_step_00000005.jsonl; record a step with logging.trace_steps"

@@ -6,6 +6,7 @@ all configs would find.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from picotron.config import Config
@@ -46,19 +47,9 @@ class Least(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The stages of a pipeline. Those that cost the same are the same object.
+    """The stages of each rank. Their layers are numbered from 0, so that stages that cost the same are equal."""
 
-    Args:
-        first: the first stage of each rank.
-        kinds: what each rank holds, as its index in `held`.
-        held: the stages of ranks that differ.
-        distinct: the stages that differ, by their identity.
-    """
-
-    first: list[Stage]
-    kinds: list[int]
-    held: list[list[Stage]]
-    distinct: dict[int, Stage]
+    held: list[tuple[Stage, ...]]
     placement: Placement
 
 
@@ -119,11 +110,12 @@ class Planner:
         if layout.pp_size > 1 and layout.pp_engine not in SCHEDULES:  # the stages are not known yet
             return self._average(clock, m)
         placed = self.place(config)
-        parameters = [clock.parameters(stages) for stages in placed.held]
+        distinct = dict.fromkeys(placed.held)
+        parameters = [clock.parameters(stages) for stages in distinct]
         seconds = self._pipeline(clock, placed, m)  # messages over dp can only add to it
         # One micro-batch in all stages of a rank; and in a loop, on the first rank, one in each stage of each rank.
-        saves = {i: stage_bytes(config, self.model, clock.s, stage) for i, stage in placed.distinct.items()}
-        saved = [[saves[id(stage)] for stage in stages] for stages in placed.held]
+        saves = {stage: stage_bytes(config, self.model, clock.s, stage) for stage in {*chain(*distinct)}}
+        saved = [[saves[stage] for stage in stages] for stages in distinct]
         activations = [sum(each) for each in saved]
         if placed.placement == "loop":
             activations[0] = max(activations[0], len(saved[0]) * min(m, layout.pp_size) * min(saved[0]))
@@ -138,15 +130,11 @@ class Planner:
         key = config.schedule.pp_layout, layout.pp_size, chunks, recipe.placement, config.training.seq_length
         if key not in self.placed:
             stages = layout_stages(config, self.model, (chunks, recipe.placement))
-            ranks = [rank_of(i, layout.pp_size, recipe.placement) for i in range(len(stages))]
-            same = dict[Any, Stage]()
-            stages = [same.setdefault((len(each.layers), each.has_embedding, each.has_head), each) for each in stages]
-            held = [[stages[i] for i, rank in enumerate(ranks) if rank == r] for r in range(layout.pp_size)]
-            names = [tuple(map(id, each)) for each in held]
-            differ = dict(zip(names, held, strict=True))
-            kinds, distinct = [list(differ).index(name) for name in names], {id(stage): stage for stage in stages}
-            first = stages[: layout.pp_size]
-            self.placed[key] = Placed(first, kinds, list(differ.values()), distinct, recipe.placement)
+            held: list[list[Stage]] = [[] for _ in range(layout.pp_size)]
+            for i, each in enumerate(stages):
+                stage = Stage(range(len(each.layers)), each.has_embedding, each.has_head)
+                held[rank_of(i, layout.pp_size, recipe.placement)].append(stage)
+            self.placed[key] = Placed([*map(tuple, held)], recipe.placement)
         return self.placed[key]
 
     def _average(self, clock: Clock, m: int) -> tuple[float, float]:
@@ -170,16 +158,16 @@ class Planner:
         action can only be a full backward, the gradients have to return to the first stage.
         """
         kinds = action_kinds(clock.layout.pp_engine if clock.layout.pp_size > 1 else "1f1b")
-        split, work, ways = "I" in kinds, dict[int, float](), dict[int, tuple[float, float]]()
-        for i, stage in placed.distinct.items():
+        split, work, ways = "I" in kinds, dict[Stage, float](), dict[Stage, tuple[float, float]]()
+        for stage in {*chain(*placed.held)}:
             F, B, IW = (sum(sum(clock.work(stage, kind)) for kind in each) for each in ("F", "B", "IW"))
-            work[i] = F + (B if not split else min(B, IW) if "B" in kinds else IW)
-            ways[i] = F + clock.message, 0.0 if split else B + clock.message
-        busy = [m * sum(work[id(stage)] for stage in stages) for stages in placed.held]
+            work[stage] = F + (B if not split else min(B, IW) if "B" in kinds else IW)
+            ways[stage] = F + clock.message, 0.0 if split else B + clock.message
+        busy = {held: m * sum(work[stage] for stage in held) for held in {*placed.held}}
         longest = arrival = way_back = 0.0
-        for stage, kind in zip(placed.first, placed.kinds, strict=True):
-            longest = max(longest, arrival + busy[kind] + way_back)
-            there, back = ways[id(stage)]
+        for held in placed.held:
+            longest = max(longest, arrival + busy[held] + way_back)
+            there, back = ways[held[0]]
             arrival, way_back = arrival + there, way_back + back
         return longest
 
