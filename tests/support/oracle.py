@@ -80,13 +80,19 @@ def oracle_model(
     return with_exact_norms(model)
 
 
+def case_of(training: Training) -> Case:
+    """Return the hyperparameters of a training, whose learning rate decays with a cosine."""
+    return Case(
+        "", "", Path(), last_step=training.total_train_steps, total_steps=training.total_train_steps,
+        learning_rate=training.learning_rate, warmup_steps=training.warmup_steps, min_lr_ratio=training.min_lr_ratio,
+        weight_decay=training.weight_decay, beta1=training.adam_beta1, beta2=training.adam_beta2, eps=training.adam_eps,
+        max_grad_norm=training.max_grad_norm,
+    )  # fmt: skip
+
+
 def torch_adamw(parameters: Iterable[nn.Parameter], training: Training) -> torch.optim.AdamW:
     """Return torch's optimizer of the parameters that are not frozen: matrices decay, others do not."""
-    case = Case(
-        "", "", Path(), learning_rate=training.learning_rate, weight_decay=training.weight_decay,
-        beta1=training.adam_beta1, beta2=training.adam_beta2, eps=training.adam_eps,
-    )  # fmt: skip
-    return adamw((p for p in parameters if p.requires_grad), case)
+    return adamw((p for p in parameters if p.requires_grad), case_of(training))
 
 
 def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
