@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +56,17 @@ def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
             return train(case, config_of(case, folder, part))
         except UserError as error:
             return {"refused": str(error)}
+
+
+@contextlib.contextmanager
+def no_refusals() -> Iterator[None]:
+    """Let a refusal be a failure: once training has begun, only weights that cancel may be refused."""
+    try:
+        yield
+    except UserError as error:
+        if "positive, finite sum" not in str(error):
+            raise AssertionError(f"a step is refused: {error}") from error
+        raise
 
 
 def look(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -144,7 +156,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
 
     take_step = own_step if is_own else loaded_step
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluations": [], "statistics": []}
-    with writer:
+    with writer, no_refusals():
         if case["resume"]:
             writer.save(progress)
         while not progress.is_end(config):
