@@ -353,26 +353,26 @@ def test_a_run_that_checks_nothing_is_no_success(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_reports_of_known_and_unknown_differences(tmp_path: Path) -> None:
     """A known difference does not fail. The first unknown one is traced. Both reports name each row once."""
-    mistake, adapter = MISTAKES["ddp: mean_of_ranks_means"], tmp_path / "adapter.py"
+    mistake, adapter = MISTAKES["ddp: forgotten_all_reduce"], tmp_path / "adapter.py"
     wrong = DDP.read_text().replace(mistake.old, mistake.new)
-    most = dict.fromkeys(("loss", "gradient", "gradient norm", "weight"), 0.5)
-    known = {("run", "dp2"): ("means of means", most), ("step", "dp2"): ("repaired", most)}
+    most = dict.fromkeys(("loss", "gradient", "gradient norm", "weight"), 1.5)
+    known = {("step", "dp2"): ("own gradients", most), ("step", "dp1"): ("repaired", most)}
     adapter.write_text(f"{wrong}\nKNOWN = {known}\n")
     reports = "--json", tmp_path / "a.json", "--junit", tmp_path / "a.xml"
-    assert status_of(adapter, *reports, "--layouts", "dp2", "dp2 no_weights", "--only", "step", "run") == 1
+    assert status_of(adapter, *reports, "--layouts", "dp1", "dp2", "dp4", "--only", "step") == 1
     found = json.loads((tmp_path / "a.json").read_text())
-    step, _, known_run, run = found["rows"]
+    equal, known_row, unknown = found["rows"]
     assert found["conformance"] == __version__
-    assert (step["verdict"], known_run["verdict"], run["verdict"]) == ("equal", "known", "differs")
-    assert "repaired" in step["detail"]
-    assert not known_run["trace"]
-    assert run["wrong"].items() >= {"step": 1, "phase": "BACKWARD", "kind": "output"}.items()
+    assert [row["verdict"] for row in found["rows"]] == ["equal", "known", "differs"]
+    assert "repaired" in equal["detail"]
+    assert not known_row["trace"]
+    assert unknown["wrong"].items() >= {"step": 1, "phase": "GRADIENTS"}.items()
     tests = ET.parse(tmp_path / "a.xml").getroot().findall("testcase")
-    assert [[each.tag for each in test] for test in tests] == [[], [], ["skipped"], ["failure"]]
+    assert [[each.tag for each in test] for test in tests] == [[], ["skipped"], ["failure"]]
     tripled = wrong.replace("gradients.append({name: p.grad.clone()", "gradients.append({name: 3 * p.grad")
     assert tripled != wrong
-    adapter.write_text(f"{tripled}\nKNOWN = {known}\n")  # another fault in a row whose loss is known
-    assert status_of(adapter, "--only", "run", "--layouts", "dp2") == 1
+    adapter.write_text(f"{tripled}\nKNOWN = {known}\n")  # another fault in a row with a known difference
+    assert status_of(adapter, "--only", "step", "--layouts", "dp2") == 1
 
 
 @pytest.mark.processes

@@ -97,7 +97,10 @@ GROUP = 15  # cases of a test; with xdist, any worker runs any group
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(0, CASES, GROUP))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=pytest.mark.slow if first >= CASES else ()) for first in range(0, 2 * CASES, GROUP)],
+)
 def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
     for number in range(first, first + GROUP):
         case = draw_case(SEED, number)

@@ -37,6 +37,7 @@ def without_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # there, it is lo0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_is_the_same_without_forks(
     home: Path, tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest
