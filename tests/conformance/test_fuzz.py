@@ -78,6 +78,8 @@ CORNERS: dict[str, Case] = {
     "a hook that reads weights, zero3": program_of(
         *(["compute", "pruned"], ["close_and_wrap", "zero3"], ["forward", "no_grad", 31], BACKWARD), ranks=2
     ),
+    "ring of three ranks": case_of(cp=3, seq_length=12),
+    "load_state_dict": program_of(BACKWARD, STEP, ZERO, ["reload"], BACKWARD, STEP, net="outside"),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
     ),

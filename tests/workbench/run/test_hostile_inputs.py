@@ -222,7 +222,7 @@ COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a pr
         for program, first, lines in COMMANDS
         for more in lines
     ],
-    ids=lambda value: repr(value)[:60],
+    ids=lambda value: value.__module__ if callable(value) else repr(value)[:60],
 )
 def test_command_lines(
     program: Callable[[list[str]], object], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
