@@ -237,7 +237,7 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
                 alpha=0.5 if above else 1,
                 linewidth=width,
                 markevery=0.1,
-                label=name,
+                label=f" {name}",  # matplotlib leaves out names that are empty or begin with _
             )
             if run.status in FAILED:  # a run of one step has no line
                 axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
