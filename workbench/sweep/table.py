@@ -250,7 +250,8 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     columns = 1 + len(runs) // 30
     figure.set_figwidth(5.5 + 2.5 * columns)
-    figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
+    if groups:  # matplotlib warns of a legend without names
+        figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
 
 
 def points(run: Run, field: str) -> tuple[list[float], list[float]]:
