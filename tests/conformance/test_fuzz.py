@@ -79,6 +79,9 @@ CORNERS: dict[str, Case] = {
         *(["compute", "pruned"], ["close_and_wrap", "zero3"], ["forward", "no_grad", 31], BACKWARD), ranks=2
     ),
     "ring of three ranks": case_of(cp=3, seq_length=12),
+    "documents over cp": case_of(cp=2, data={"documents": True, "loss": "focal"}),
+    "preferences over cp": case_of(cp=2, data={"loss": "preference"}),
+    "weights over dp": case_of(dp=2, data={"weights": True}),
     "load_state_dict": program_of(BACKWARD, STEP, ZERO, ["reload"], BACKWARD, STEP, net="outside"),
     "load_state_dict, bfloat16 moments": program_of(
         BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
