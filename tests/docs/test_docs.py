@@ -81,3 +81,10 @@ def test_linked_symbols_and_named_files_exist(page: Path) -> None:
     for block in blocks(page):
         for file in re.findall(r"(?<![\w/.])(?:template|tests|docs|steps)/[\w./-]+(?![\w*/.-])", block.command):
             assert (ROOT / file).exists(), f"there is no {file}"
+
+
+def test_named_tests_exist() -> None:
+    files = list(Path("tests").rglob("test_*.py"))
+    exist = {name for file in files for name in (file.stem, *re.findall(r"def (test_\w+)", file.read_text()))}
+    texts = [page.read_text() for page in (*PAGES, Path("CONTRIBUTING.md"), Path("AGENTS.md"))]
+    assert {name for text in texts for name in re.findall(r"`(test_\w+)`", text)} <= exist
