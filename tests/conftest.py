@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
-from tests.support import checkpoints
+from tests.support import checkpoints, warm_python
 from tests.support.oracle import tiny_llama
 from tests.support.samples import write_tokenizer
 from workbench.explain.fake_group import fake_rank
@@ -70,9 +70,15 @@ def _one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _only_marked_tests_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+def _only_marked_tests_start_processes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Let marked tests start processes. Their Python is warm, see `warm_python`, unless they are slow or cold."""
     global may_start_processes
-    may_start_processes = request.node.get_closest_marker("processes") is not None
+    marks = {mark.name for mark in request.node.iter_markers()}
+    may_start_processes = "processes" in marks
+    if may_start_processes and not marks & {"slow", "cold"}:
+        monkeypatch.setattr(sys, "executable", warm_python.python())
     yield
     may_start_processes = True
 

@@ -27,7 +27,7 @@ TOKENS = {
     "puzzles": 24_111,
     "steps": 14_681,
     "submit_slurm_jobs.py": 1_364,
-    "tests": 134_453,
+    "tests": 136_124,
     "train.py": 1_420,
     "workbench": 125_664,
 }

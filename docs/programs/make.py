@@ -147,7 +147,7 @@ class Workspace:
             CommandFailed: the exit status differs from the expected one.
         """
         variables = {
-            "PATH": f"{self.root}/.venv/bin:{os.environ['PATH']}", "HOME": str(self.home), "COLUMNS": "120",
+            "PATH": f"{Path(sys.executable).parent}:{self.root}/.venv/bin:{os.environ['PATH']}", "HOME": str(self.home), "COLUMNS": "120",
             "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         done = subprocess.run(

@@ -79,6 +79,11 @@ CORNERS: dict[str, Case] = {
         *(["compute", "pruned"], ["close_and_wrap", "zero3"], ["forward", "no_grad", 31], BACKWARD), ranks=2
     ),
     "ring of three ranks": case_of(cp=3, seq_length=12),
+    "tied over stages": case_of(tied=True, dp=2, pp=2, gradient_accumulation_steps=3, max_grad_norm=0.1),
+    "norms of heads, and heads that ranks share": case_of(tp=4)
+    | {"model": MODEL | {"family": "qwen3", "intermediate_size": 12}},
+    "experts of four ranks": case_of(dp=4, ep_size=2)
+    | {"model": MODEL | {"family": "mixtral", **FAMILIES["mixtral"][1]}},
     "documents over cp": case_of(cp=2, data={"documents": True, "loss": "focal"}),
     "preferences over cp": case_of(cp=2, data={"loss": "preference"}),
     "weights over dp": case_of(dp=2, data={"weights": True}),
@@ -98,13 +103,13 @@ def test_corners_equal_transformers(pool: WorkerPool, name: str) -> None:
     assert result.outcome == "equal", result.text
 
 
-GROUP = 15  # cases of a test; with xdist, any worker runs any group
+GROUP = 5  # cases of a test; with xdist, any worker runs any group
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(first, marks=pytest.mark.slow if first >= CASES else ()) for first in range(0, 2 * CASES, GROUP)],
+    [pytest.param(first, marks=pytest.mark.slow if first >= CASES else ()) for first in range(0, 6 * CASES, GROUP)],
 )
 def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
     for number in range(first, first + GROUP):

@@ -9,17 +9,15 @@ from typing import Any
 
 from tests.support.samples import read_jsonl
 
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node"]  # words of a command of Python
 
 
 def run(
-    home: Path, *arguments: str, command: Sequence[str] = (sys.executable, "train.py"), **variables: str
+    home: Path, *arguments: str, command: Sequence[str] = ("train.py",), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py` or another command in a session of its own, with environment variables."""
-    words, environment = (
-        [*command, "--config", "template/base_config.json", *arguments],
-        {"HOME": str(home), **variables},
-    )
+    """Run `python train.py` or another command of Python in a session of its own, with environment variables."""
+    words = [sys.executable, *command, "--config", "template/base_config.json", *arguments]
+    environment = {"HOME": str(home), **variables}
     return subprocess.run(
         words, capture_output=True, text=True, env=os.environ | environment, timeout=240, check=False,
         start_new_session=True,

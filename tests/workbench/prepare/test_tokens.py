@@ -163,6 +163,7 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
     assert found.backend_tokenizer.truncation is None
 
 
+@pytest.mark.cold
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(

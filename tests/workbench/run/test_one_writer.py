@@ -62,7 +62,7 @@ def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
 def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
     home: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    first = start(sys.executable)
+    first = start()
     words = arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"training.max_tokens": 64})
     second = run(home, *words)
     assert second.returncode == 1
@@ -78,7 +78,7 @@ def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
 
 @pytest.mark.linux
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN, "2"]], ids=["forks", "torchrun"])
+@pytest.mark.parametrize("launcher", [[], [*TORCHRUN, "2"]], ids=["forks", "torchrun"])
 def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], launcher: list[str]
 ) -> None:

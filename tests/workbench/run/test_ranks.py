@@ -96,6 +96,7 @@ def processes_of(session: int) -> int:
     return sum(row.split()[0] == str(session) and "Z" not in row for row in table.splitlines())
 
 
+@pytest.mark.cold
 @pytest.mark.processes
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     """The launcher is killed, or an error ends its call, when it starts the first, second, ... rank, and afterwards."""
@@ -115,6 +116,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     assert notebook.stdout.read() == b""  # nobody holds the pipe any more
 
 
+@pytest.mark.cold
 @pytest.mark.processes
 @pytest.mark.parametrize("file", ["-", "program.py"])
 def test_ranks_of_a_notebook_start_clean_and_end_as_programs(file: str, tmp_path: Path) -> None:

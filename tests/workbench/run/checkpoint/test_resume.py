@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -128,7 +127,7 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
     stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
     words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
-    result = run(home, *words, command=[sys.executable, stopped])
+    result = run(home, *words, command=[stopped])
     assert result.returncode == 128 + signal.SIGINT
     assert "Traceback" not in result.stderr
     assert "error" not in result.stderr
