@@ -82,10 +82,11 @@ CORNERS: dict[str, Case] = {
     "tied over stages": case_of(tied=True, dp=2, pp=2, gradient_accumulation_steps=3, max_grad_norm=0.1),
     "norms of heads, and heads that ranks share": case_of(tp=4)
     | {"model": MODEL | {"family": "qwen3", "intermediate_size": 12}},
-    "experts of four ranks": case_of(dp=4, ep_size=2)
+    "experts of four ranks, most without tokens": case_of(dp=4, ep_size=2, seq_length=1, micro_batch_size=1)
     | {"model": MODEL | {"family": "mixtral", **FAMILIES["mixtral"][1]}},
     "documents over cp": case_of(cp=2, data={"documents": True, "loss": "focal"}),
     "preferences over cp": case_of(cp=2, data={"loss": "preference"}),
+    "micro-batches with other numbers of targets": case_of(data={"ignored": 0.5}, gradient_accumulation_steps=3),
     "weights over dp": case_of(dp=2, data={"weights": True}),
     "load_state_dict": program_of(BACKWARD, STEP, ZERO, ["reload"], BACKWARD, STEP, net="outside"),
     "load_state_dict, bfloat16 moments": program_of(

@@ -92,8 +92,9 @@ def serve(address: str) -> list[str]:
     gc.freeze()
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
+        listener.bind(f"{address} of its own")
         listener.listen()
+        Path(f"{address} of its own").rename(address)  # it exists when it can be used
         while os.getppid() == parent:
             ready = select.select([listener], [], [], 1.0)[0]
             with contextlib.suppress(ChildProcessError):  # there is none
