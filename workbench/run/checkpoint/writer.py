@@ -35,7 +35,6 @@ from workbench.files import UNFINISHED, new_folder, unfinished
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState
 from workbench.run.checkpoint.host_buffers import HostBuffers
-from workbench.run.checkpoint.model_card import model_card
 from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
 from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from workbench.run.metrics import Progress
@@ -71,12 +70,7 @@ class CheckpointWriter:
         wandb_run_id: str | None = None,
     ) -> None:
         grid = pgm.process_group_manager
-        self.config, self.model_config, self.fingerprint, self.wandb_run_id = (
-            config,
-            model_config,
-            fingerprint,
-            wandb_run_id,
-        )
+        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files: dict[str, bytes] = {}
         if grid.global_rank == 0:
             self.model_files = model_files(model_config, config.model.dtype, tokenizer, config.training.seq_length)
@@ -238,18 +232,14 @@ class CheckpointWriter:
         for name, content in (self.model_files | self._indices(written)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(folder / name, [(0, content)])
-        layout, versions = str(pgm.process_group_manager), versions_of_libraries()
-        records, _ = read_records(self.save_dir / "metrics.jsonl")
-        card = model_card(self.config, self.model_config, progress, layout, versions, records)
-        write_file(folder / "README.md", [(0, card.encode())])  # without a checksum, because it may be edited
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
             loss_scale=scale,
             seed=self.config.training.seed,
-            layout=layout,
+            layout=str(pgm.process_group_manager),
             config=self.config.model_dump(mode="json"),
-            versions=versions,
+            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
             wandb_run_id=self.wandb_run_id,
             files=files,
         )  # fmt: skip
@@ -280,11 +270,6 @@ class CheckpointWriter:
         return {
             f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
         }
-
-
-def versions_of_libraries() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return versions | {"transformers": transformers.__version__}
 
 
 def model_files(
