@@ -169,7 +169,6 @@ def check_tensors(model: SafetensorsFolder) -> dict[str, str]:
         "lm_head.weight",
         "model.embed_tokens.weight",
     )
-    model.split_experts(config)
     with torch.device("meta"):
         ignored = model.file_of.keys() - with_experts((name for name, _ in Llama(config).named_parameters()), config)
     names = {}
