@@ -30,7 +30,6 @@ from workbench.run.hub import connect
 logger = logging.getLogger("picotron")
 
 DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-CHUNK = 2**20  # bytes per read
 BLOCKS, BLOCK = 64, 2**12  # number and bytes of the blocks of a file that its fingerprint depends on
 
 
@@ -199,17 +198,14 @@ def write_file(path: Path, parts: Iterable[tuple[int, bytes | memoryview]]) -> l
 
 def check_range(path: Path, expected: ByteRange) -> None:
     """Raise a UserError unless a byte range of a file has the checksum with which it was written."""
-    checksum, rest, buffer = xxhash.xxh3_64(), expected.size, memoryview(bytearray(min(expected.size, CHUNK)))
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             file.seek(expected.start)
-            while rest and (count := file.readinto(buffer[:rest])):
-                checksum.update(buffer[:count])
-                rest -= count
+            checksum = xxhash.xxh3_64_hexdigest(file.read(expected.size))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
-    if checksum.hexdigest() != expected.xxh3:
+    if checksum != expected.xxh3:
         raise UserError(
-            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is "
-            f"{checksum.hexdigest()}, but should be {expected.xxh3}; use another checkpoint"
+            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is {checksum}, "
+            f"but should be {expected.xxh3}; use another checkpoint"
         )

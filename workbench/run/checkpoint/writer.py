@@ -11,10 +11,10 @@ import json
 import logging
 import platform
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ class CheckpointWriter:
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
         self.files, self.buffers = StageFiles(llama, optimizer, config.distributed.ep_size, self.group), HostBuffers()
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.executor = ThreadPoolExecutor(1)
+        self.in_progress: Future[None] | None = None
         self._check_shared()  # before the first step, not when the first checkpoint is written
         match config.checkpoint.save_frequency:
             case None:
@@ -93,7 +93,7 @@ class CheckpointWriter:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is None or (isinstance(error, UserError) and error is not self.error):
+        if error is None or isinstance(error, UserError):
             self.wait()
 
     def _check_shared(self) -> None:
@@ -146,32 +146,23 @@ class CheckpointWriter:
         if self.config.checkpoint.async_save:
             copies = self.buffers.snapshot([each.tensor for each in slices])
             slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]
-            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices, scale))
-            self.thread.start()
+            self.in_progress = self.executor.submit(self._write, progress, slices, scale)
         else:
             self._write(progress, slices, scale)
 
-    def _write_in_background(self, *arguments: Any) -> None:
-        try:
-            self._write(*arguments)
-        except BaseException as error:
-            self.error = error
-
     def check(self) -> None:
         """Raise the error of a background save, on all ranks in the same step. Every rank must call this."""
-        if self.thread is not None:
-            failed = torch.tensor(int(self.error is not None))
+        if self.in_progress is not None:
+            failed = torch.tensor(int(self.in_progress.done() and self.in_progress.exception() is not None))
             all_reduce(failed, self.step_group, dist.ReduceOp.MAX)
             if failed:
                 self.wait()
 
     def wait(self) -> None:
         """Wait until no checkpoint is in progress. Raises the error of a background save."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.error is not None:
-            raise self.error
+        saved, self.in_progress = self.in_progress, None
+        if saved is not None:
+            saved.result()
 
     def _write(self, progress: Progress, slices: list[TensorSlice], scale: dict[str, float]) -> None:
         """Write a checkpoint together with all other ranks, and remove its folder if any of them fails.
@@ -259,17 +250,14 @@ class CheckpointWriter:
         """Return the index of each kind, which maps tensors to files. (A single file has one, too, so that no program
         loads the optimizer's files as a part of the model.)
         """
-        files: dict[str, dict[str, str]] = defaultdict(dict)
-        sizes: dict[str, dict[str, int]] = defaultdict(dict)
-        for each in written:
-            files[each.kind] |= dict.fromkeys(each.sizes, each.file)
-            sizes[each.kind] |= each.sizes
-        indices = {
-            kind: {"metadata": {"total_size": sum(sizes[kind].values())}, "weight_map": files[kind]} for kind in files
-        }
-        return {
-            f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
-        }
+        indices = {}
+        for kind in {each.kind for each in written}:
+            of_kind = [each for each in written if each.kind == kind]
+            size = sum(byte_range.size for each in of_kind for byte_range in each.ranges)
+            files = {name: each.file for each in of_kind for name in each.tensors}
+            index = {"metadata": {"total_size": size}, "weight_map": files}
+            indices[f"{kind}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        return indices
 
 
 def model_files(
