@@ -30,21 +30,20 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
 
 def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
     """The others wait for it in a collective."""
-    failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
-    result = run(home, *arguments(tmp_path / "run", 4, 1), command=[sys.executable, failing])
+    failing = changed_program(tmp_path, "raise UserError('rank 1 does not like batch 4')", 4)
+    result = run(home, *arguments(tmp_path / "run", 2, 1), command=[sys.executable, failing])
     assert result.returncode == 1
-    assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
+    assert result.stderr.endswith("\n[rank 1] error: rank 1 does not like batch 4\n\n")
 
 
-@pytest.mark.parametrize(("name", "hint"), [("SIGKILL", "if memory runs out"), ("SIGABRT", "which NCCL does if")])
-def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path, name: str, hint: str) -> None:
+def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
-    broken = changed_program(tmp_path, f"os.kill(os.getpid(), signal.{name})", 4)
+    broken = changed_program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 4)
     words = arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
     result = run(home, *words, command=[sys.executable, broken])
     assert result.returncode != 0
     assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
-    assert re.search(rf"\[rank 1\] error: the process was ended by {name}, .*{hint}", result.stderr)
+    assert "[rank 1] error: the process was ended by SIGKILL, which the system does if memory runs out" in result.stderr
     assert len(metrics(tmp_path / "run")) == 1
 
 

@@ -366,16 +366,10 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
     """Open the newest intact checkpoint, and log a warning for each damaged one. Returns None if there is none at all.
 
     Raises:
-        UserError: no checkpoint is intact, or some ranks see other checkpoints than rank 0.
+        UserError: no checkpoint is intact on all ranks.
     """
-    seen = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
-    for rank, folders in enumerate(seen):
-        if folders != seen[0]:
-            raise UserError(
-                f"rank {rank} sees {len(folders)} checkpoints in {save_dir}, but rank 0 sees {len(seen[0])}; "
-                f"checkpoint.save_dir must be a folder that all machines share"
-            )
-    for folder in reversed(seen[0]):
+    folders = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))[0]  # as rank 0 sees them
+    for folder in reversed(folders):
         try:
             checkpoint = Checkpoint(folder)
             if checkpoint.state is not None:
@@ -384,9 +378,9 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
         except UserError as error:
             problem = str(error).split(";")[0]
         logger.warning("%s; trying the checkpoint before it", problem)
-    if seen[0]:
+    if folders:
         raise UserError(
-            f"checkpoint.load_path='latest': none of the {len(seen[0])} checkpoints in {save_dir} is intact; choose "
+            f"checkpoint.load_path='latest': none of the {len(folders)} checkpoints in {save_dir} is intact; choose "
             f"another load_path, or another save_dir to start at step 1"
         )
     logger.info("%s has no checkpoint yet", save_dir)
