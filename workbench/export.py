@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -67,7 +68,7 @@ def model_card(state: TrainerState, run: Path) -> str:
         library_name="transformers", pipeline_tag="text-generation", tags=["picotron"], base_model=base,
         datasets=[name for name in data if name] or None,
     )  # fmt: skip
-    facts = {
+    facts: dict[str, Any] = {
         "training began with": start or "random weights",
         **state.model_dump(include={"step", "tokens", "layout", "versions"}),
         **{

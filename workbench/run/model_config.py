@@ -34,23 +34,24 @@ EXPERT_KEYS = [
 ]
 
 
-COUNT, SIZE = Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=2**24)]
-TOKEN = Annotated[int, Field(ge=-1, le=2**40)]
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Token = Annotated[int, Field(ge=-1, le=2**40)]
 LIMITS: dict[Any, str] = {
-    SIZE: "vocab_size hidden_size intermediate_size num_attention_heads num_experts num_local_experts num_experts_per_tok "
+    Size: "vocab_size hidden_size intermediate_size num_attention_heads num_experts num_local_experts num_experts_per_tok "
     "moe_intermediate_size decoder_sparse_step no_rope_layer_interval",
-    SIZE | None: "num_key_value_heads head_dim",
-    COUNT: "first_k_dense_replace",
-    COUNT | None: "sliding_window n_shared_experts",
-    TOKEN | None: "pad_token_id",
-    TOKEN | list[TOKEN] | None: "eos_token_id",
+    Size | None: "num_key_value_heads head_dim",
+    Count: "first_k_dense_replace",
+    Count | None: "sliding_window n_shared_experts",
+    Token | None: "pad_token_id",
+    Token | list[Token] | None: "eos_token_id",
     Annotated[float, Field(gt=0)]: "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
     "routed_scaling_factor",
     Annotated[float, Field(ge=0, le=1e6)]: "rms_norm_eps initializer_range",
     Annotated[int, Field(ge=1, le=10_000)]: "num_hidden_layers",
     Annotated[int, Field(ge=1)]: "max_position_embeddings",
     Annotated[int, Field(ge=0, le=2**16)]: "num_labels",  # transformers makes a table of this size
-    list[COUNT] | None: "mlp_only_layers",
+    list[Count] | None: "mlp_only_layers",
     list[Literal[0, 1]] | None: "no_rope_layers",
     list[Literal["full_attention", "sliding_attention"]] | None: "layer_types",
 }

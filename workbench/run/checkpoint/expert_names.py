@@ -27,7 +27,9 @@ def expert_names(family: str) -> ExpertNames:
 def with_experts(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
     """Return the names of a model's tensors, from those of the model with MLPs in the place of experts."""
     experts, theirs, found = differences(config).experts, expert_names(config.model_type), {*names}
-    for layer in set(range(config.num_hidden_layers)) - set(experts.dense) if experts else ():
+    if experts is None:
+        return found
+    for layer in set(range(config.num_hidden_layers)) - set(experts.dense):
         tensors = [f"experts.{i}.{matrix}.weight" for i in range(experts.number) for matrix in theirs[1:]]
         if experts.scale is not None:
             tensors += [BIAS, *(f"shared_experts.{matrix}.weight" for matrix in theirs[1:])]
