@@ -61,28 +61,26 @@ def model_card(state: TrainerState, run: Path) -> str:
     config, records = parse_config(state.config), read_records(run / "metrics.jsonl")[0]
     start = parse_load_path(config.checkpoint.load_path)[1] or (config.model.name if config.model.pretrained else "")
     names = [start, *config.dataset.weights]
-    base, *data = (
-        name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.exists(name) else None for name in names
-    )
+    on_hub = [name for name in names if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
     hub = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["picotron"], base_model=base,
-        datasets=[name for name in data if name] or None,
-    )  # fmt: skip
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["picotron"],
+        base_model=start if start in on_hub else None,
+        datasets=[name for name in config.dataset.weights if name in on_hub] or None,
+    )
+    losses: dict[str, float] = {}
+    for record in records:
+        if record["step"] <= state.step:
+            losses |= {key: record[key] for key in ("loss", "eval_loss") if key in record}
     facts: dict[str, Any] = {
         "training began with": start or "random weights",
         **state.model_dump(include={"step", "tokens", "layout", "versions"}),
-        **{
-            key: each[key]
-            for each in records
-            if each["step"] <= state.step
-            for key in ("loss", "eval_loss")
-            if key in each
-        },
+        **losses,
         "config": config.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT),
     }
-    text = re.sub(
-        r'"(csv:)?[/~.][^"]*/', r'"\1', json.dumps(facts, indent=2)
-    )  # the names of files without their folders
+    # the names of files without their folders
+    text = re.sub(r'"(csv:)?[/~.][^"]*/', r'"\1', json.dumps(facts, indent=2))
     return f"---\n{hub.to_yaml()}\n---\n\n# {run.name}, step {state.step}\n\n```json\n{text}\n```\n"
 
 

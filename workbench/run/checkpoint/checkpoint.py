@@ -366,9 +366,15 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
     """Open the newest intact checkpoint, and log a warning for each damaged one. Returns None if there is none at all.
 
     Raises:
-        UserError: no checkpoint is intact on all ranks.
+        UserError: no checkpoint is intact, or some ranks see other checkpoints than rank 0.
     """
-    folders = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))[0]  # as rank 0 sees them
+    folders, *others = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
+    for rank, seen in enumerate(others, 1):
+        if seen != folders:
+            raise UserError(
+                f"rank {rank} sees {len(seen)} checkpoints in {save_dir}, but rank 0 sees {len(folders)}; "
+                f"checkpoint.save_dir must be a folder that all machines share"
+            )
     for folder in reversed(folders):
         try:
             checkpoint = Checkpoint(folder)

@@ -23,7 +23,7 @@ from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
-from workbench.run.run_folder import checkpoint_folders
+from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
 
 def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
@@ -165,6 +165,11 @@ def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    configs = [run_config(folder, {"dp_size": 2}) for folder in folders]
-    for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
-        assert sentence.startswith(f"rank 1 does not see the files of rank 0 in {tmp_path}/o")
+    for load_path, expected in (
+        ("", "rank 1 does not see the files of rank 0 in"),
+        ("latest", "rank 1 sees 0 checkpoints in"),
+    ):
+        configs = [run_config(folder, {"dp_size": 2}, checkpoint__load_path=load_path) for folder in folders]
+        for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
+            assert sentence.startswith(expected)
+        checkpoint_folder(folders[0], 1).mkdir(exist_ok=True)
