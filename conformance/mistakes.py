@@ -218,7 +218,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("duplicate_keys_accepted", "    if len(data) < len(pairs):", "    if False:", "test_documents")],
     "workbench/run/checkpoint/writer.py": [
         ("keeps_one_fewer", "[: -config.keep_last] if", "[: 1 - config.keep_last or None] if",
-         "test_checkpoint_writer")],
+         "test_checkpoint")],
     "workbench/run/run_folder.py": [
         ("records_after_the_checkpoint_stay", 'if record["step"] <= last]', "]", "test_metrics"),
         ("earlier_checkpoints_stay", "if match and int(match[1]) > last]",

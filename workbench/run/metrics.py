@@ -225,7 +225,6 @@ class Metrics:
         kept = [record for record in records if resumed and record["step"] <= resumed.step]
         losses = [record["loss"] for record in kept if "loss" in record] or [math.nan]
         self.first_loss, self.last_loss = losses[0], losses[-1]
-        self.evaluations = [record["eval_loss"] for record in kept if "eval_loss" in record]
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, resumed.wandb_run_id if resumed else None
         self.first: tuple[int, float] | None = None  # step that this run has logged, and when
@@ -311,11 +310,6 @@ class Metrics:
         if evaluated:
             bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
             print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
-            self.evaluations.append(record["eval_loss"])
-            if not record["eval_loss"] <= self.evaluations[0]:
-                logger.warning(
-                    "that is worse than the first evaluation, of %.4f; lower the learning rate", self.evaluations[0]
-                )
 
     def time_left(self, record: dict[str, Any]) -> str:
         """Return the estimated time until the end of a long run, from all that it has done since its first step."""

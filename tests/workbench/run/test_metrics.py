@@ -119,15 +119,6 @@ def refused(folder: str, losses: list[float], next_of_rank_1: float = 1.0) -> st
     return error_of(lambda: log_steps(folder, [*losses, next_of_rank_1 if dist.get_rank() else 1.0]))
 
 
-@pytest.mark.usefixtures("_one_rank")
-def test_an_evaluation_that_is_worse_than_the_first_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config(checkpoint__save_dir=str(tmp_path))
-    found = Metrics(config, tiny_llama(), CPU, torch.float64)
-    for step, loss in ((0, 3.0), (2, 2.5), (4, 3.5)):
-        found.log({"step": step, "tokens": step, "eval_loss": loss, "bits_per_byte": None})
-        assert ("worse than the first evaluation, of 3.0000" in caplog.text) == (step == 4)
-
-
 def test_a_nan_stops_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     for message in pool.run(refused, 2, str(tmp_path), [1.0, 2.0, math.nan]):
         assert message.startswith("step 3: loss is nan; try a lower learning_rate than 0.1")

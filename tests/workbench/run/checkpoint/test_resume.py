@@ -17,8 +17,8 @@ from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
+from tests.support.training import CPU
 from workbench.files import UNFINISHED
-from workbench.run.launch import StopSignals
 from workbench.run.metrics import Metrics, Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
@@ -82,24 +82,11 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
+def signal_on_one_rank(folder: str) -> int:
     setup_process_group_manager(1, 1, 1, 3)
-    config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
-    results = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
-    signals, one = StopSignals(), torch.ones(())
-
-    def stop() -> int:
-        return results.end_step(Progress(step=1), one, one, 0.1, signals.received)[1]
-
-    before = stop()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # torchrun repeats the signal
-    after = stop()
-    StopSignals.received = 0
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, signal.SIG_DFL)
-    return before, after, dist.get_rank()
+    results = Metrics(make_config(checkpoint__save_dir=folder, dp_size=3), tiny_llama(), CPU, torch.float64)
+    received, one = signal.SIGUSR1 if dist.get_rank() == 1 else 0, torch.ones(())
+    return results.end_step(Progress(step=1), one, one, 0.1, received)[1]
 
 
 def test_a_jump_of_the_learning_rate_is_a_warning(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
@@ -116,9 +103,8 @@ def test_a_jump_of_the_learning_rate_is_a_warning(pool: WorkerPool, tokenizer: P
         assert [part for line, part in zip(lines, expected, strict=True) if part in line] == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
-    assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(signal_on_one_rank, 3, str(tmp_path)) == [signal.SIGUSR1] * 3
 
 
 # ------------------------------------------------------------------------------------------------------ whole programs
