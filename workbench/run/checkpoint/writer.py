@@ -10,8 +10,8 @@ import dataclasses
 import json
 import logging
 import platform
-import tempfile
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,23 +98,21 @@ class CheckpointWriter:
 
     def _check_shared(self) -> None:
         """Raise a UserError on every rank unless all ranks see what rank 0 writes to `save_dir`."""
-        with contextlib.ExitStack() as stack:
+        file = self.save_dir / f".shared-{self._on_all_ranks(self.save_dir, lambda: uuid.uuid4().hex)[0]}"
 
-            def write() -> str:
-                if pgm.process_group_manager.global_rank > 0:
-                    return ""
+        def is_seen() -> bool:
+            if pgm.process_group_manager.global_rank == 0:
                 self.save_dir.mkdir(parents=True, exist_ok=True)
-                file = tempfile.NamedTemporaryFile(dir=self.save_dir, prefix=".shared-")  # noqa: SIM115
-                return Path(stack.enter_context(file).name).name
+                file.touch()
+            end = time.monotonic() + NFS_CACHE_SECONDS
+            while not (seen := file.exists()) and time.monotonic() < end:
+                time.sleep(0.1)
+            return seen
 
-            def is_seen() -> bool:
-                end = time.monotonic() + NFS_CACHE_SECONDS
-                while not (seen := (self.save_dir / name).exists()) and time.monotonic() < end:
-                    time.sleep(0.1)
-                return seen
-
-            name = self._on_all_ranks(self.save_dir, write)[0]
+        try:
             seen = self._on_all_ranks(self.save_dir, is_seen)
+        finally:
+            file.unlink(missing_ok=True)
         if False in seen:
             raise UserError(
                 f"rank {seen.index(False)} does not see the files of rank 0 in {self.save_dir}; checkpoint.save_dir must be "

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,27 @@ from picotron.parallelize import unwrap
 from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train
 from tests.support.training import wrapped
 from workbench.run.checkpoint import safetensors_folder, writer
-from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 
 def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
-    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written when the second
-    snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
+    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written late. Returns the
+    addresses of the buffers after each save.
     """
     model = wrapped(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model, config.training, fused=True)
     optimizer.restore(0, lambda parameter, name, tensor: None)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
-    write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
+    write = CheckpointWriter._write
 
     def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
-        if progress.step == 1:
-            second_snapshot.wait(0.3)
+        time.sleep(0.3 if progress.step == 1 else 0)
         write(self, progress, *others)
 
-    def noticed(self: HostBuffers, tensors: Any) -> Any:
-        copies = snapshot(self, tensors)
-        if addresses:  # of the first save
-            second_snapshot.set()
-        return copies
-
     addresses: list[list[int]] = []
-    with mock.patch.object(CheckpointWriter, "_write", late), mock.patch.object(HostBuffers, "snapshot", noticed):
+    with mock.patch.object(CheckpointWriter, "_write", late):
         for step in (1, 2):
             for each in writer.files.slices():
                 each.tensor.fill_(step)

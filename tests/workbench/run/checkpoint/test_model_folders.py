@@ -22,7 +22,7 @@ from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import Run, run_config
 from tests.support.messages import error_of, logged_warnings
-from tests.support.oracle import assert_close, make_config, tiny_llama
+from tests.support.oracle import assert_close, tiny_llama
 from tests.support.training import CPU
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import STATE_FILE, Checkpoint
@@ -133,16 +133,6 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run
     assert facts["config"]["dataset"]["mixture"] == {"*.jsonl": 2.0, "somebody/texts": 1.0}
     with pytest.raises(UserError, match="exists; choose another folder"):
         export(checkpoint, exported)
-
-
-@pytest.mark.parametrize(("rate", "warns"), [(5e-3, True), (2e-5, False)])
-def test_a_high_learning_rate_for_trained_weights_is_named(
-    caplog: pytest.LogCaptureFixture, rate: float, warns: bool
-) -> None:
-    weights = object.__new__(Checkpoint)
-    weights.state = None  # as of a model's folder
-    weights.progress("", make_config(training__learning_rate=rate).training)
-    assert ("is high for weights that are trained already" in caplog.text) == warns
 
 
 def test_a_folder_with_two_sets_of_weights_is_read_as_transformers_reads_it(
