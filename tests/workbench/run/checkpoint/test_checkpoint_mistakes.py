@@ -39,6 +39,11 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (WEIGHTS, Path.unlink, "is missing"),
     ("config.json", lambda path: path.write_text(path.read_text().replace("32", "64")), "is damaged"),
     ("trainer_state.json", Path.unlink, "is missing"),
+    (
+        "trainer_state.json",
+        lambda path: path.write_text(path.read_text().replace('"step": 5', '"step": 6')),
+        "is damaged",
+    ),
 ]
 
 
