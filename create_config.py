@@ -43,7 +43,7 @@ from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, usable
 from workbench.explain.measure import find_hardware
 from workbench.files import read_object, write_atomically
-from workbench.run.config_reader import current_keys, leaf_keys, read_value, type_of, unknown_key
+from workbench.run.config_reader import leaf_keys, read_config, read_value, type_of, unknown_key
 from workbench.run.model_config import load_model_config
 from workbench.run.run_folder import new_archive_folder
 from workbench.sweep.combinations import (
@@ -265,7 +265,7 @@ def runs_here(planned: Sequence[PlannedJob]) -> bool:
 def create(options: argparse.Namespace, choices: Choices) -> None:
     """Plan all combinations, or the best ones, write their configs, and print the table."""
     check_exp_name(options.exp_name)
-    base = current_keys(read_object(Path(options.config or TEMPLATE)))
+    base = read_config(Path(options.config or TEMPLATE))
     folder = Path(options.out_dir, options.exp_name)
     hardware = None
     if options.best is not None and options.hardware is None:

@@ -226,7 +226,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
     "workbench/run/metrics.py": [
         ("stop_signal_of_own_rank", "return record, int(any_stop)", "return record, int(stop)", "test_resume"),
         ("last_step_under_max_tokens_left_out", "math.ceil((training.max_tokens - self.tokens) / tokens)",
-         "(training.max_tokens - self.tokens) // tokens", "test_checkpoint"),
+         "(training.max_tokens - self.tokens) // tokens"),
         ("evaluations_summed", "    all_reduce(mean, grid.cp_dp_group, dist.ReduceOp.AVG)\n",
          "    all_reduce(mean, grid.cp_dp_group)\n")],
     "workbench/generation/rotation.py": [

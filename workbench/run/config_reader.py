@@ -84,6 +84,11 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the JSON of a config, see `current_keys`."""
+    return current_keys(read_object(path))
+
+
 def unknown_key(key: str) -> str:
     """Error message for an unknown key. It omits the value, which may be a secret under a misspelt key."""
     name = key.split(".")[-1]
@@ -241,6 +246,6 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise SystemExit(0)
     if known.config is None:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
-    data = current_keys(read_object(Path(known.config)))
+    data = read_config(Path(known.config))
     apply_overrides(data, overrides)
     return Options(data, known.explain, known.evaluate, known.hardware, known.gib, known.json)

@@ -115,19 +115,23 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     assert not (tmp_path / "earlier.3").exists()
 
 
-def refused(folder: str, losses: list[float], next_of_rank_1: float = 1.0) -> str:
-    return error_of(lambda: log_steps(folder, [*losses, next_of_rank_1 if dist.get_rank() else 1.0]))
+def refused(folder: str, last: dict[int, float]) -> str:
+    return error_of(lambda: log_steps(folder, [1.0, last.get(dist.get_rank(), 1.0)]))
 
 
-def test_a_nan_stops_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(refused, 2, str(tmp_path), [1.0, 2.0, math.nan]):
-        assert message.startswith("step 3: loss is nan; try a lower learning_rate than 0.1")
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(refused, 2, str(tmp_path), [1.0], math.nan):
-        assert "only rank 1 computed such a loss" in message
+@pytest.mark.parametrize(
+    ("last", "advice"),
+    [
+        ({0: math.nan, 1: math.nan}, "try a lower learning_rate than 0.1"),
+        ({1: math.nan}, "only rank 1 computed such a loss"),
+    ],
+)
+def test_a_nan_stops_the_run_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, last: dict[int, float], advice: str
+) -> None:
+    for message in pool.run(refused, 2, str(tmp_path), last):
+        assert message.startswith(f"step 2: loss is nan; {advice}")
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
