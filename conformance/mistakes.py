@@ -209,7 +209,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "        if any(places):\n            cut = [[text[a:b] for a, b in zip([0, *p], [*p, None])] for text, p in zip(texts, places)]\n            ids = [self._encode(parts)['input_ids'] for parts in cut]\n            spans = [[(a, b or len(t)) for a, b, i in zip([0, *p], [*p, None], each) for _ in i] for t, p, each in zip(texts, places, ids)]\n            return [Spans(sum(each, []), span.__getitem__) for each, span in zip(ids, spans)]\n        if not self.is_fast:\n            return [")],
     "workbench/run/checkpoint/safetensors_folder.py": [
         ("tensors_not_flushed", "            os.fsync(file.fileno())\n", "", "test_checkpoint_writer"),
-        ("checksums_not_compared", "if checksum.hexdigest() != expected.xxh3:", "if False:",
+        ("checksums_not_compared", "if checksum != expected.xxh3:", "if False:",
          "test_checkpoint_mistakes")],
     "workbench/files.py": [
         ("files_not_flushed", "            os.fsync(file.fileno())\n", "", "test_files"),
@@ -218,11 +218,11 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("duplicate_keys_accepted", "    if len(data) < len(pairs):", "    if False:", "test_documents")],
     "workbench/run/checkpoint/writer.py": [
         ("keeps_one_fewer", "[: -config.keep_last] if", "[: 1 - config.keep_last or None] if",
-         "test_checkpoint_writer")],
+         "test_checkpoint")],
     "workbench/run/run_folder.py": [
-        ("records_after_the_checkpoint_stay", 'if record["step"] <= (resumed_step or 0)]', "]", "test_metrics"),
-        ("earlier_checkpoints_stay", "(resumed_step is None or int(match[1]) > resumed_step)]",
-         "int(match[1]) == resumed_step]", "test_metrics")],
+        ("records_after_the_checkpoint_stay", 'if record["step"] <= last]', "]", "test_metrics"),
+        ("earlier_checkpoints_stay", "if match and int(match[1]) > last]",
+         "if match and int(match[1]) == resumed_step]", "test_metrics")],
     "workbench/run/metrics.py": [
         ("stop_signal_of_own_rank", "return record, int(any_stop)", "return record, int(stop)", "test_resume"),
         ("last_step_under_max_tokens_left_out", "math.ceil((training.max_tokens - self.tokens) / tokens)",

@@ -16,7 +16,7 @@ suit a pretrained model (a learning rate of 1e-6, in float32):
 A line of the file has a "prompt" (or "messages"), a text or a list of messages, and all else that the reward needs. The
 reward is a function of these keys and of the completion, such as `def brevity(prompt, completion): return
 -len(completion)`. A prompt and its completion together have up to seq_length + 1 tokens: seq_length inputs, and the
-last target. All completions are in completions.jsonl, next to metrics.jsonl.
+last target. All completions are in completions.jsonl, next to metrics.jsonl, also those of steps that are taken again.
 """
 
 import argparse

@@ -39,8 +39,10 @@ def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config
 
 
 def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
-    """Return the config of a run that max_tokens ends after five of ten steps; the learning rates are those of ten."""
-    return run_config(save_dir, layout, training__max_tokens=5 * BATCH * 16, **changes)
+    """Return the config of a run that max_tokens ends after five of ten steps, the last of which has fewer tokens left
+    than a batch; the learning rates are those of ten.
+    """
+    return run_config(save_dir, layout, training__max_tokens=5 * BATCH * 16 - 1, **changes)
 
 
 def model_of(tied: bool) -> LlamaConfig:

@@ -19,10 +19,11 @@ import train
 from workbench.run.metrics import Metrics
 
 ROOT = str(Path(train.__file__).parent) + os.sep
-LAYOUT = ["--distributed.pp_size", "2", "--distributed.cp_size", "2", "--distributed.tp_size", "2"]
-LAYOUT += ["--distributed.dp_size", "1", "--distributed.sequence_parallel", "true"]
-SHORT = ["--training.total_train_steps", "3", "--training.seq_length", "64", "--training.warmup_steps", "1"]
-SHORT += ["--training.eval_frequency", "0", "--checkpoint.save_frequency", "null", "--training.num_samples", "20"]
+OPTIONS = """
+--config template/base_config.json --distributed.pp_size 2 --distributed.cp_size 2 --distributed.tp_size 2
+--distributed.dp_size 1 --distributed.sequence_parallel true --training.total_train_steps 3 --training.seq_length 64
+--training.warmup_steps 1 --training.eval_frequency 0 --training.num_samples 20 --checkpoint.save_frequency null
+"""
 LAYOUT_TOKENS = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -94,7 +95,7 @@ def traced(ranks: Path, *arguments: Any) -> None:
 
 def main() -> None:
     out = Path(sys.argv[1]).absolute()
-    sys.argv = ["train.py", "--config", "template/base_config.json", *LAYOUT, *SHORT, *sys.argv[2:]]
+    sys.argv = ["train.py", *OPTIONS.split(), *sys.argv[2:]]
     ranks = out.with_suffix(".ranks")
     ranks.mkdir(exist_ok=True)
     train.train = partial(traced, ranks)  # the ranks are new processes, in which train.train is the original
@@ -103,17 +104,12 @@ def main() -> None:
     finally:
         if os.environ.get("RANK", "0") == "0":
             parts = [json.loads(path.read_text()) for path in ranks.iterdir()]
-            functions = {tuple(each) for part in parts for each in part["functions"]}
-            lines = {tuple(each) for part in parts for each in part["lines"]}
-            files = sorted({path for path, _ in functions})
-            code = {path: code_lines(Path(ROOT, path).read_text()) for path in {path for path, _ in lines}}
-            result = {
-                path: {
-                    "functions": sorted(name for file, name in functions if file == path),
-                    "lines": len({line for file, line in lines if file == path and line in code[path]}),
-                }
-                for path in sorted({*files, *code})
-            }
+            lines, functions = ({tuple(each) for part in parts for each in part[key]} for key in ("lines", "functions"))
+            result = {}
+            for file in sorted({file for file, _ in lines | functions}):
+                code = code_lines(Path(ROOT, file).read_text())
+                names = sorted(name for path, name in functions if path == file)
+                result[file] = {"functions": names, "lines": sum(path == file and line in code for path, line in lines)}
             out.write_text(json.dumps(result, indent=1))
 
 

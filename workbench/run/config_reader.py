@@ -61,13 +61,6 @@ def leaf_keys() -> dict[str, str]:
     return lines
 
 
-def _items(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (dotted key, value) pairs of a two-level dict."""
-    for section, body in data.items():
-        if isinstance(body, dict):
-            yield from ((f"{section}.{key}", value) for key, value in body.items())
-
-
 def current_keys(data: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the JSON of a config in which keys have their current names, without the ignored ones. Logs a
     warning for each ignored key.
@@ -75,14 +68,11 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a key is there with both its names.
     """
-    kept = {
-        section: dict(body) if isinstance(body, dict) else body
-        for section, body in data.items()
-        if section != "$schema" or not isinstance(body, str)
-    }
-    for key, _ in _items(data):
-        section, _, name = key.partition(".")
-        if key in IGNORED:
+    kept = {section: dict(body) if isinstance(body, dict) else body for section, body in data.items()}
+    if isinstance(data.get("$schema"), str):
+        del kept["$schema"]
+    for section, name in [(section, name) for section, body in data.items() if isinstance(body, dict) for name in body]:
+        if (key := f"{section}.{name}") in IGNORED:
             logger.warning("%s is ignored: %s", key, IGNORED[key])
             del kept[section][name]
         elif key in RENAMED:
@@ -95,30 +85,8 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the JSON of a config, see `current_keys`. The names of models and data that are not in the current folder,
-    but beside the file or in a folder above it, become paths of those, so that a config can be used from anywhere.
-
-    Raises:
-        UserError: as `read_object` and `current_keys`.
-    """
-    data = current_keys(read_object(path))
-
-    def found(name: Any) -> Any:
-        """Return the path of a name, or the value itself if there is none."""
-        if not isinstance(name, str) or not name or os.path.exists(name):
-            return name
-        places = (folder / name for folder in path.resolve().parents)
-        return next((str(place) for place in places if os.path.exists(place)), name)
-
-    for section, keys in (("model", ("name", "tokenizer")), ("dataset", ("name", "eval_name", "mixture"))):
-        body: Any = data.get(section)
-        for key in keys if isinstance(body, dict) else ():
-            value = body.get(key)
-            if isinstance(value, dict):
-                body[key] = {found(name): weight for name, weight in value.items()}
-            elif value is not None:
-                body[key] = found(value)
-    return data
+    """Read the JSON of a config, see `current_keys`."""
+    return current_keys(read_object(path))
 
 
 def unknown_key(key: str) -> str:

@@ -1,6 +1,5 @@
 """Checks of a run before it starts: that the machine, the model and the layout fit together."""
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +9,11 @@ from transformers import PreTrainedConfig
 from picotron.config import Config, Distributed
 from picotron.console import UserError
 from picotron.model.families import differences, head_size
-from picotron.optimizer import learning_rate_factor
 from picotron.pipeline_parallel.stages import plan_stages
 from picotron.tensor_parallel.tensor_parallel import check_tensor_parallel
 from workbench.run.launch import check_world_size
-from workbench.run.metrics import Progress, check_wandb
+from workbench.run.metrics import check_wandb
 from workbench.run.model_config import check_window, load_model_config
-
-logger = logging.getLogger("picotron")
 
 PlanPipeline = Callable[[Config, PreTrainedConfig], Any]
 
@@ -108,21 +104,6 @@ def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: floa
         )
 
 
-def warn_of_early_end(config: Config) -> None:
-    """Log a warning if `max_tokens` ends the run within the decay of the learning rate, or before it."""
-    training, rate = config.training, config.training.learning_rate
-    if training.max_tokens is None or training.lr_scheduler == "constant":
-        return
-    steps = Progress().remaining(config)
-    if steps < training.total_train_steps:
-        logger.warning(
-            "training.max_tokens=%d ends the run after step %d of %d, where the learning rate is %.3g, and not yet the %.3g of "
-            "the end of lr_scheduler=%r; to reach that, set total_train_steps to %d",
-            training.max_tokens, steps, training.total_train_steps, rate * learning_rate_factor(training)(steps - 1),
-            rate * training.min_lr_ratio, training.lr_scheduler, steps,
-        )  # fmt: skip
-
-
 def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
     """Load the model's config, and check that the model can run in the config's layout.
 
@@ -139,7 +120,6 @@ def check_model(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tu
 def check_run(config: Config, plan_pipeline: PlanPipeline = plan_stages) -> tuple[PreTrainedConfig, Any]:
     """Check the number of processes, if torchrun has started them, wandb, and the model as `check_model` does."""
     layout = config.distributed
-    warn_of_early_end(config)
     return check_all(
         lambda: check_world_size(layout, int(os.environ.get("WORLD_SIZE", layout.world_size))),
         lambda: check_wandb(config),

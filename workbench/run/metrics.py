@@ -164,51 +164,36 @@ def check_finite(record: Mapping[str, Any], own_loss: Callable[[], float]) -> No
 
 
 def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
-    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network. Wandb's own
-    variables decide what the config leaves open, such as WANDB_MODE and WANDB_DIR.
+    """Start a wandb run, or resume the one with the id `run_id`. It is offline without a login or network. WANDB_MODE
+    and WANDB_PROJECT decide what the config leaves open.
 
     Args:
         repeats: whether steps that are in the wandb run are taken again. Wandb would ignore them, so a new run starts,
             in a group that is named after the earlier one.
-
-    Raises:
-        UserError: wandb has no such mode.
     """
     import wandb
 
-    try:
-        settings = wandb.setup().settings
-    except ValueError as error:
-        raise UserError(
-            f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
-            f"false"
-        ) from None
-    given = settings.root_dir if "root_dir" in settings.model_fields_set else ""  # otherwise the current folder
-    mode, folder = settings.mode, given or config.checkpoint.save_dir
+    settings = wandb.setup().settings
     arguments: dict[str, Any] = {
         "project": config.logging.project_name or settings.project or "picotron",
         "name": config.logging.run_name,
-        "dir": folder,
+        "dir": config.checkpoint.save_dir,
+        "config": config.model_dump(),
         # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
         "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
     }
-    if repeats:
-        logger.info("wandb: a new run in the group %s, because steps of that run are taken again", run_id)
-        arguments["group"] = run_id
-    elif run_id is not None:
-        arguments |= {"id": run_id, "resume": "allow"}
-    if mode in ("offline", "dryrun", "disabled"):
-        logger.info("wandb is %s: WANDB_MODE says so", mode)
-        return wandb.init(**arguments, config=config.model_dump())
-    try:
-        if wandb.login(prompt=False, verify=False):
-            logger.info("connecting to Weights & Biases")
-            return wandb.init(**arguments, config=config.model_dump(), mode="online")
-        reason = "there is no login"
-    except wandb.errors.Error as error:
-        reason = first_line(error)
-    logger.warning("wandb cannot go online (%s) and records in %s/wandb; `wandb sync` uploads the run", reason, folder)
-    return wandb.init(**arguments, config=config.model_dump(), mode="offline")
+    if run_id is not None:
+        arguments |= {"group": run_id} if repeats else {"id": run_id, "resume": "allow"}
+    if settings.mode == "online":
+        try:
+            if wandb.login(prompt=False, verify=False):
+                return wandb.init(**arguments)
+            reason = "there is no login"
+        except wandb.errors.Error as error:
+            reason = first_line(error)
+        logger.warning("wandb cannot go online (%s) and records offline; `wandb sync` uploads the run", reason)
+        arguments["mode"] = "offline"
+    return wandb.init(**arguments)
 
 
 class Metrics:
@@ -240,7 +225,6 @@ class Metrics:
         kept = [record for record in records if resumed and record["step"] <= resumed.step]
         losses = [record["loss"] for record in kept if "loss" in record] or [math.nan]
         self.first_loss, self.last_loss = losses[0], losses[-1]
-        self.evaluations = [record["eval_loss"] for record in kept if "eval_loss" in record]
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, resumed.wandb_run_id if resumed else None
         self.first: tuple[int, float] | None = None  # step that this run has logged, and when
@@ -326,11 +310,6 @@ class Metrics:
         if evaluated:
             bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
             print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
-            self.evaluations.append(record["eval_loss"])
-            if not record["eval_loss"] <= self.evaluations[0]:
-                logger.warning(
-                    "that is worse than the first evaluation, of %.4f; lower the learning rate", self.evaluations[0]
-                )
 
     def time_left(self, record: dict[str, Any]) -> str:
         """Return the estimated time until the end of a long run, from all that it has done since its first step."""

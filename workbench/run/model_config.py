@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, create_model
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from picotron.config import Model as ModelSection
@@ -17,9 +17,6 @@ from picotron.model.llama import ACTIVATIONS
 from workbench.files import read_object
 from workbench.run.hub import connect
 
-Size = Annotated[int, Field(ge=1, le=2**24)]
-Multiplier = Annotated[float, Field(gt=0)]
-Token = Annotated[int, Field(ge=-1, le=2**40)]
 ROPE_FACTORS = {  # keys of rope_parameters that a rope_type needs, besides rope_theta
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -37,41 +34,34 @@ EXPERT_KEYS = [
 ]
 
 
-class Limits(BaseModel):
-    """Limits of the keys of a config.json that `Llama` reads, where transformers checks types at most."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    vocab_size: Size = 1
-    hidden_size: Size = 1
-    intermediate_size: Size = 1
-    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] = 1
-    num_attention_heads: Size = 1
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    max_position_embeddings: Annotated[int, Field(ge=1)] = 1
-    rms_norm_eps: Annotated[float, Field(ge=0)] = 0
-    initializer_range: Annotated[float, Field(ge=0, le=1e6)] = 0
-    pad_token_id: Annotated[int, Field(ge=-1)] | None = None
-    eos_token_id: Token | list[Token] | None = None
-    sliding_window: Annotated[int, Field(ge=0)] | None = None
-    no_rope_layers: list[Literal[0, 1]] | None = None
-    num_labels: Annotated[int, Field(ge=0, le=2**16)] = 2  # transformers makes a table of this size
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    no_rope_layer_interval: Size = 1
-    attention_multiplier: Multiplier = 1
-    embedding_multiplier: Multiplier = 1
-    residual_multiplier: Multiplier = 1
-    logits_scaling: Multiplier = 1
-    num_experts: Size | None = None
-    num_local_experts: Size | None = None
-    num_experts_per_tok: Size = 1
-    moe_intermediate_size: Size = 1
-    decoder_sparse_step: Size = 1
-    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 0
-    n_shared_experts: Annotated[int, Field(ge=0)] | None = None
-    routed_scaling_factor: Multiplier = 1
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Token = Annotated[int, Field(ge=-1, le=2**40)]
+LIMITS: dict[Any, str] = {
+    Size: "vocab_size hidden_size intermediate_size num_attention_heads num_experts num_local_experts num_experts_per_tok "
+    "moe_intermediate_size decoder_sparse_step no_rope_layer_interval",
+    Size | None: "num_key_value_heads head_dim",
+    Count: "first_k_dense_replace",
+    Count | None: "sliding_window n_shared_experts",
+    Token | None: "pad_token_id",
+    Token | list[Token] | None: "eos_token_id",
+    Annotated[float, Field(gt=0)]: "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
+    "routed_scaling_factor",
+    Annotated[float, Field(ge=0, le=1e6)]: "rms_norm_eps initializer_range",
+    Annotated[int, Field(ge=1, le=10_000)]: "num_hidden_layers",
+    Annotated[int, Field(ge=1)]: "max_position_embeddings",
+    Annotated[int, Field(ge=0, le=2**16)]: "num_labels",  # transformers makes a table of this size
+    list[Count] | None: "mlp_only_layers",
+    list[Literal[0, 1]] | None: "no_rope_layers",
+    list[Literal["full_attention", "sliding_attention"]] | None: "layer_types",
+}
+FIELDS: dict[str, Any] = {name: (kind, None) for kind, names in LIMITS.items() for name in names.split()}
+Limits = create_model(
+    "Limits",
+    __doc__="Limits of the keys of a config.json that `Llama` reads, where transformers checks types at most.",
+    __config__=ConfigDict(strict=True, allow_inf_nan=False),
+    **FIELDS,
+)
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:

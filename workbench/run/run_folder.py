@@ -28,7 +28,7 @@ logger = logging.getLogger("picotron")
 
 CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in forked processes, which may live longer
 os.register_at_fork(after_in_child=CLAIM.close)
-COMPLETIONS = "completions.jsonl"  # whose lines begin with their step: {"step": 20, ...
+COMPLETIONS = "completions.jsonl"
 LARGEST = 1e300  # number in a record, so that a mean of them is finite
 
 
@@ -184,46 +184,37 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
 
     Returns:
         All records of metrics.jsonl, if this run resumes. The file keeps those up to `resumed_step`; the archived copy
-        has all. (Likewise for the lines of completions.jsonl.)
+        has all.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    save_dir = Path(config.checkpoint.save_dir)
-    names = ("metrics.jsonl", COMPLETIONS, "config.json", "schedule.csv")
-    metrics, completions, config_file, schedule_file = files = [save_dir / name for name in names]
+    save_dir, last = Path(config.checkpoint.save_dir), -1 if resumed_step is None else resumed_step
+    names = ("metrics.jsonl", "config.json", "schedule.csv", COMPLETIONS)
+    metrics, config_file, schedule_file, _ = files = [save_dir / name for name in names]
     by_step = [
         (path, re.fullmatch(r"(?:trace_)?step_([0-9]{8})(?:\.jsonl)?", path.name)) for path in save_dir.glob("*step_*")
     ]
-    old = [path for path, match in by_step if match and (resumed_step is None or int(match[1]) > resumed_step)]
+    old = [path for path, match in by_step if match and int(match[1]) > last]
     if resumed_step is None:
         old += [path for path in files if path.exists()]
     with user_error_on_failure(save_dir):
-        if resumed_step is not None and schedule_file.exists() and schedule_file.read_text() != searched:
-            old.append(schedule_file)
-        all_records, problem = ([], "") if resumed_step is None else read_records(metrics)
-        records = [record for record in all_records if record["step"] <= (resumed_step or 0)]
-        lines = completions.read_bytes().splitlines(True) if resumed_step is not None and completions.exists() else []
-        by_line = ((line, re.match(rb'{"step": ([0-9]+),', line)) for line in lines)
-        kept = [line for line, match in by_line if match and int(match[1]) <= (resumed_step or 0)]
-        if len(kept) < len(lines):
-            old.append(completions)
+        all_records, problem = ([], "") if metrics in old else read_records(metrics)
+        records = [record for record in all_records if record["step"] <= last]
         if old or problem or len(records) < len(all_records):
             archive = new_archive_folder(save_dir)
             for path in old:
-                with user_error_on_failure(path):
-                    path.rename(archive / path.name)
-            if resumed_step is not None and metrics.exists():
+                path.rename(archive / path.name)
+            if metrics.exists():
                 shutil.copy(metrics, archive)
             archived = ", ".join(sorted(path.name for path in archive.iterdir()))
             logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, archived)
         if problem:
             logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
-        if resumed_step is not None and metrics.exists():
+        if metrics.exists():
             write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
-        if kept and completions in old:
-            write_atomically(completions, b"".join(kept))
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
+        schedule_file.unlink(missing_ok=True)
         if searched is not None:
             write_atomically(schedule_file, searched)
     return all_records

@@ -126,17 +126,3 @@ def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
 def test_samples_attend_only_to_themselves_by_default(keys: dict[str, Any], has_samples: bool, masks: bool) -> None:
     section = parse_config(changed(dataset={"name": "python-stdlib"} | keys)).dataset
     assert (section.has_samples, section.masks_documents) == (has_samples, masks)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "expected"),
-    [("linear", "after step 25 of 100, where the learning rate is 0.784, and not yet the 0.1"), ("constant", "")],
-)
-def test_max_tokens_that_end_a_run_before_its_decay_are_a_warning(
-    caplog: pytest.LogCaptureFixture, scheduler: str, expected: str
-) -> None:
-    """The 25th step exceeds them. Its rate is 1 - 0.9 * 24 / 100."""
-    training = {"learning_rate": 1.0, "lr_scheduler": scheduler, "max_tokens": 25 * 1024 - 1, "seq_length": 1024}
-    check_run(parse_config(changed(training=training | {"total_train_steps": 100, "warmup_steps": 0})))
-    assert len(caplog.messages) == bool(expected)
-    assert expected in "".join(caplog.messages)

@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,6 @@ from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, peak_flops
 from workbench.run.run_folder import begin_run, claim_save_dir
-from workbench.schedules.schedule_csv import as_csv
-from workbench.schedules.schedules import build
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
@@ -70,34 +69,6 @@ def checkpoint_of(folder: Path, step: int, wandb_run_id: str | None) -> Any:
     return types.SimpleNamespace(folder=folder / f"step_{step:08d}", state=state)
 
 
-def test_a_searched_schedule_is_that_of_config_json(tmp_path: Path) -> None:
-    first, second = (as_csv(build(name, 2, 4).programs) for name in ("1f1b", "zbv"))
-    config = make_config(checkpoint__save_dir=str(tmp_path))
-    begin_run(config, None, first)
-    begin_run(config, 0, first)
-    assert not (tmp_path / "earlier.1").exists()
-    begin_run(config, 0, second)
-    assert (tmp_path / "schedule.csv").read_text() == second
-    assert (tmp_path / "earlier.1/schedule.csv").read_text() == first
-    begin_run(config, 0)
-    assert not (tmp_path / "schedule.csv").exists()
-    assert (tmp_path / "earlier.2/schedule.csv").read_text() == second
-
-
-def test_completions_of_steps_that_are_taken_again_are_archived(tmp_path: Path) -> None:
-    config, file = make_config(checkpoint__save_dir=str(tmp_path)), tmp_path / "completions.jsonl"
-    lines = [json.dumps({"step": step, "completion": text}) + "\n" for step in (2, 4) for text in "ab"]
-    file.write_text("".join(lines) + '{"step": 6, "comp')  # as a killed run leaves it
-    begin_run(config, 2)
-    assert file.read_text() == "".join(lines[:2])
-    assert (tmp_path / "earlier.1/completions.jsonl").read_text().startswith("".join(lines))
-    begin_run(config, 2)
-    assert file.read_text() == "".join(lines[:2])
-    begin_run(config, None)
-    assert not file.exists()
-    assert (tmp_path / "earlier.2/completions.jsonl").read_text() == "".join(lines[:2])
-
-
 def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(log_steps, 2, str(tmp_path / "deep" / "run"), [math.pi, math.e])
     lines = read_jsonl(tmp_path / "deep/run/metrics.jsonl")
@@ -112,57 +83,55 @@ def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tm
     assert json.loads((tmp_path / "deep/run/config.json").read_text())["training"]["seq_length"] == 8
 
 
-def test_an_earlier_run_in_the_same_folder_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
-    for loss in (1.0, 2.0, 3.0):
-        pool.run(log_steps, 1, str(tmp_path), [loss])
-        (tmp_path / f"trace_step_0000000{loss:.0f}.jsonl").touch()
-    assert (tmp_path / "earlier.2/trace_step_00000002.jsonl").exists()
-    assert [path.name for path in tmp_path.glob("trace_step_*")] == ["trace_step_00000003.jsonl"]
-    kept = {str(path.parent): json.loads(path.read_text())["loss"] for path in tmp_path.rglob("metrics.jsonl")}
-    assert kept == {str(tmp_path): 3.0, str(tmp_path / "earlier.1"): 1.0, str(tmp_path / "earlier.2"): 2.0}
-    assert {path.parent.name for path in tmp_path.rglob("config.json")} == {tmp_path.name, "earlier.1", "earlier.2"}
+def test_an_earlier_run_in_the_same_folder_is_kept(tmp_path: Path) -> None:
+    config = make_config(checkpoint__save_dir=str(tmp_path))
+    names = ("metrics.jsonl", "completions.jsonl", "config.json", "schedule.csv", "trace_step_00000001.jsonl")
+    for run in ("1", "2", "3"):
+        begin_run(config, None, run)
+        for name in names:
+            (tmp_path / name).write_text(run)
+    for name in names:
+        found = {path.parent.name: path.read_text() for path in tmp_path.rglob(name)}
+        assert found == {"earlier.1": "1", "earlier.2": "2", tmp_path.name: "3"}
 
 
-def test_resumed_run_keeps_its_records_up_to_the_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(log_steps, 1, str(tmp_path), [5.0, 4.0, 3.0])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # an incomplete line, as a killed run may leave
+def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> None:
+    config, file = make_config(checkpoint__save_dir=str(tmp_path)), tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "loss": {5 - step}.0}}\n' for step in (1, 2, 3)]
+    file.write_text("".join(lines) + '{"step": 4, "lo')  # an incomplete line, as a killed run may leave
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:08d}").mkdir()
-    pool.run(log_steps, 1, str(tmp_path), [2.5], False, checkpoint_of(tmp_path, 2, None))
-    lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 4.0), (3, 2.5)]
+    assert len(begin_run(config, 2, "a schedule")) == 3
+    assert file.read_text() == "".join(lines[:2])
     # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
     # Records of later steps are kept even if no checkpoint of them is.
     (tmp_path / "step_00000002").rmdir()
-    pool.run(log_steps, 1, str(tmp_path), [2.0], False, checkpoint_of(tmp_path, 1, None))
-    assert [line["loss"] for line in read_jsonl(tmp_path / "earlier.2/metrics.jsonl")] == [5.0, 4.0, 2.5]
+    begin_run(config, 1)
+    assert (tmp_path / "earlier.2" / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.json", "metrics.jsonl"}
+    begin_run(config, 1)
+    assert not (tmp_path / "earlier.3").exists()
 
 
-def refused(folder: str, losses: list[float], next_of_rank_1: float = 1.0) -> str:
-    return error_of(lambda: log_steps(folder, [*losses, next_of_rank_1 if dist.get_rank() else 1.0]))
+def refused(folder: str, last: dict[int, float]) -> str:
+    return error_of(lambda: log_steps(folder, [1.0, last.get(dist.get_rank(), 1.0)]))
 
 
-@pytest.mark.usefixtures("_one_rank")
-def test_an_evaluation_that_is_worse_than_the_first_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config(checkpoint__save_dir=str(tmp_path))
-    found = Metrics(config, tiny_llama(), CPU, torch.float64)
-    for step, loss in ((0, 3.0), (2, 2.5), (4, 3.5)):
-        found.log({"step": step, "tokens": step, "eval_loss": loss, "bits_per_byte": None})
-        assert ("worse than the first evaluation, of 3.0000" in caplog.text) == (step == 4)
-
-
-def test_a_nan_stops_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(refused, 2, str(tmp_path), [1.0, 2.0, math.nan]):
-        assert message.startswith("step 3: loss is nan; try a lower learning_rate than 0.1")
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_rank_that_alone_has_a_nan_is_named(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(refused, 2, str(tmp_path), [1.0], math.nan):
-        assert "only rank 1 computed such a loss" in message
+@pytest.mark.parametrize(
+    ("last", "advice"),
+    [
+        ({0: math.nan, 1: math.nan}, "try a lower learning_rate than 0.1"),
+        ({1: math.nan}, "only rank 1 computed such a loss"),
+    ],
+)
+def test_a_nan_stops_the_run_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, last: dict[int, float], advice: str
+) -> None:
+    for message in pool.run(refused, 2, str(tmp_path), last):
+        assert message.startswith(f"step 2: loss is nan; {advice}")
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_unwritable_folder_and_model_folder_are_rejected_as_save_dir(tmp_path: Path) -> None:
@@ -189,40 +158,32 @@ def test_a_run_does_not_archive_its_own_model(tmp_path: Path) -> None:
 def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:
     calls: dict[str, Any] = {"logged": []}
     fake: Any = types.ModuleType("wandb")
-    run = types.SimpleNamespace(
-        id="an id",
-        log=lambda record, step: calls["logged"].append((step, record["loss"])),
-        finish=lambda: calls.update(done=True),
-    )
+    fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+    fake.login = lambda prompt, verify: login != "none"
+    fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online", project="theirs"))
 
     def init(**arguments: Any) -> Any:
-        if login == "no network" and arguments["mode"] == "online":
+        if login == "no network" and "mode" not in arguments:
             raise fake.errors.Error("cannot reach the server")
         calls.update(arguments)
-        return run
+        return types.SimpleNamespace(
+            id="an id",
+            log=lambda record, step: calls["logged"].append((step, record["loss"])),
+            finish=lambda: calls.update(done=True),
+        )
 
-    fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
-    fake.login, fake.init = lambda prompt, verify: login != "none", init
-    own = types.SimpleNamespace(
-        mode="online", project="theirs", root_dir="/their/folder", model_fields_set={"project", "root_dir"}
-    )
-    fake.setup = lambda: types.SimpleNamespace(settings=own)
-    sys.modules["wandb"] = fake
-    try:
+    fake.init = init
+    with mock.patch.dict(sys.modules, wandb=fake):
         log_steps(folder, [1.0, 2.0], wandb=True, checkpoint=checkpoint)
-    finally:
-        del sys.modules["wandb"]
     return calls
 
 
 @pytest.mark.parametrize("login", ["good", "none", "no network"])
 def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_path: Path, login: str) -> None:
-    (tmp_path / "run").mkdir()
-    first, second = pool.run(log_with_wandb, 2, str(tmp_path / "run"), login)
-    assert first["logged"] == [(1, 1.5), (2, 2.5)]
-    assert first["mode"] == ("online" if login == "good" else "offline")
-    assert first["done"]
-    assert (first["project"], first["dir"]) == ("theirs", "/their/folder")  # as WANDB_PROJECT and WANDB_DIR say
+    first, second = pool.run(log_with_wandb, 2, str(tmp_path), login)
+    assert (first["logged"], first["done"]) == ([(1, 1.5), (2, 2.5)], True)
+    assert first.get("mode") == (None if login == "good" else "offline")
+    assert (first["project"], first["dir"]) == ("theirs", str(tmp_path))  # as WANDB_PROJECT says
     assert first["settings"] == {"init_timeout": 20, "disable_git": True}
     assert second == {"logged": []}  # only rank 0 logs to wandb
 
@@ -230,8 +191,6 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
 @pytest.mark.processes
 @pytest.mark.usefixtures("_one_rank")
 def test_wandb_itself_records_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings have a default of their own, the current folder."""
-    monkeypatch.delenv("WANDB_DIR", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(checkpoint__save_dir=str(tmp_path), logging__use_wandb=True)
     Metrics(config, tiny_llama(), CPU, torch.float64).close()

@@ -29,10 +29,10 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
 
 def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
     """The others wait for it in a collective."""
-    failing = changed_program(tmp_path, "raise UserError('rank 3 does not like batch 4')", 4)
-    result = run(home, *arguments(tmp_path / "run", 4, 1), command=[failing])
+    failing = changed_program(tmp_path, "raise UserError('rank 1 does not like batch 4')", 4)
+    result = run(home, *arguments(tmp_path / "run", 2, 1), command=[failing])
     assert result.returncode == 1
-    assert result.stderr.endswith("\n[rank 3] error: rank 3 does not like batch 4\n\n")
+    assert result.stderr.endswith("\n[rank 1] error: rank 1 does not like batch 4\n\n")
 
 
 @pytest.mark.parametrize(("name", "hint"), [("SIGKILL", "if memory runs out"), ("SIGABRT", "which NCCL does if")])

@@ -49,11 +49,8 @@ def hosts() -> Iterator[list[list[str]]]:
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
-def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) -> list[tuple[int, str]]:
+def run_on(hosts: list[list[str]], home: Path, folder: Path) -> list[tuple[int, str]]:
     """Train on both hosts, each with a cache of its own. torchrun gets the arguments of template/base_job.slurm.
-
-    Args:
-        words: further arguments of train.py, for each host.
 
     Returns:
         The exit code and the output of each host.
@@ -63,12 +60,12 @@ def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) 
     command = [*torchrun, "train.py", "--config", "template/base_config.json", *arguments(folder / "two", 1, 4, **TP)]
     processes = [
         subprocess.Popen(
-            [*host, *command, *more],
+            [*host, *command],
             env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(folder / f"cache{i}")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for i, (host, more) in enumerate(zip(hosts, words, strict=True))
+        for i, host in enumerate(hosts)
     ]
     try:
         outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
@@ -82,7 +79,7 @@ def run_on(hosts: list[list[str]], home: Path, folder: Path, *words: list[str]) 
 def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
     one = run_program(home, *arguments(tmp_path / "one", 1, 4, **TP))
     assert one.returncode == 0, one.stderr
-    results = run_on(hosts, home, tmp_path, [], [])
+    results = run_on(hosts, home, tmp_path)
     assert [code for code, _ in results] == [0, 0], "\n".join(output for _, output in results)
     fields = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     two, one_host = (

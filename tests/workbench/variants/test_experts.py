@@ -1,6 +1,5 @@
 """Mixtures of experts: their load, routers against transformers, files, and what is refused."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from conformance.models import WITH_EXPERTS, small_config, write_model
+from conformance.models import WITH_EXPERTS, small_config
 from conformance.worker_pool import WorkerPool
-from picotron.config import Config, Model
+from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.families import model_cost
+from picotron.model.llama import Llama
 from picotron.parallelize import unwrap
-from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.pipeline_parallel.stages import plan_stages
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import Run, run_config
 from tests.support.messages import error_of
-from tests.support.oracle import assert_close, make_config, oracle_model, our_model
-from tests.support.training import CPU, train_steps, wrapped
+from tests.support.oracle import make_config, oracle_model, our_model
+from tests.support.training import train_steps, wrapped
 from workbench.explain.explain import explain
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
-from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.model_config import load_model_config
-from workbench.variants.choose import build_stage
 
 
 def config_of(layout: dict[str, Any]) -> Config:
@@ -76,26 +72,6 @@ def test_router_in_bfloat16_equals_transformers(family: str) -> None:
     order, their_order = chosen.argsort(), their_chosen.argsort()
     assert torch.equal(chosen.gather(1, order), their_chosen.gather(1, their_order))
     assert torch.equal(weights.gather(1, order), their_weights.gather(1, their_order))
-
-
-def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Compute the logits of the model in a folder, which is read as a run does."""
-    config, model_config = make_config(model__dtype="float32"), load_model_config(Model(name=str(folder)))
-    setup_process_group_manager(1, 1, 1, 1)
-    pipeline = functools.partial(PipelineParallel, stage=plan_stages(config, model_config)[0])
-    stage = build_stage(config, model_config, pipeline, CPU, torch.float32, Checkpoint(folder).weights())
-    return unwrap(stage)(ids).detach()
-
-
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_fused_tensors_are_read(pool: WorkerPool, tmp_path: Path, family: str) -> None:
-    write_model(tmp_path / "hub", small_config(family))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", experts_implementation="eager")
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
-    ids = torch.arange(2 * 13).view(2, 13)
-    for name in ("hub", "fused"):
-        (found,) = pool.run(logits_of, 1, tmp_path / name, ids)
-        assert_close(found, model(input_ids=ids, use_cache=False).logits.detach(), 1e-5, name)
 
 
 @pytest.mark.parametrize("family", ["llama", *WITH_EXPERTS])
@@ -165,6 +141,7 @@ def test_transformers_loads_a_checkpoint(run: Run, tmp_path: Path, family: str) 
     config = small_config(family)
     found = run(run_config(tmp_path, {"dp_size": 2, "ep_size": 2}), config)
     folder = tmp_path / "step_00000010"
+    assert with_experts(dict(Llama(config).named_parameters()), config) == found["weights"].keys()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}

@@ -42,7 +42,6 @@ from workbench.run.run_folder import checkpoint_folders, parse_load_path
 logger = logging.getLogger("picotron")
 
 STATE_FILE = "trainer_state.json"
-ROWS = 2**12  # of matrices that are compared at a time
 SHOWN = 5  # names of tensors in a message
 PRETRAINED_RATE = 1e-4  # learning rate above which weights that are trained already are usually destroyed
 
@@ -81,14 +80,11 @@ class TrainerState(BaseModel):
         return {name: ranges for name, ranges in self.files.items() if not is_of_optimizer(name)}
 
     def to_json(self) -> str:
-        """Format the state as JSON with its checksum, one line per key. Keys with their default values are left out, so
-        that earlier versions, which do not know these keys, can read the file.
+        """Format the state as JSON with its checksum. Keys with their default values are left out, so that earlier
+        versions, which do not know these keys, can read the file.
         """
         data = self.model_dump(mode="json", exclude_defaults=True)
-        lines = [
-            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in (data | {"xxh3": _checksum(data)}).items()
-        ]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return json.dumps(data | {"xxh3": _checksum(data)}, indent=1) + "\n"
 
 
 def _checksum(data: dict[str, Any]) -> str:
@@ -169,38 +165,30 @@ def check_tensors(model: SafetensorsFolder) -> dict[str, str]:
         "lm_head.weight",
         "model.embed_tokens.weight",
     )
-    model.split_experts(config)
     with torch.device("meta"):
         ignored = model.file_of.keys() - with_experts((name for name, _ in Llama(config).named_parameters()), config)
+
+    def differ() -> bool:
+        """Compare this rank's share of the rows of the two matrices."""
+        bounds = (config.vocab_size * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1))
+        index, shape = (slice(*bounds),), torch.Size([config.vocab_size, config.hidden_size])
+        return bool((model.read(head, shape, index) != model.read(embedding, shape, index)).any())
+
     names = {}
     if config.tie_word_embeddings and head in ignored:
-        if embedding in model.file_of:
-            _check_equal_rows(model, head, embedding, torch.Size([config.vocab_size, config.hidden_size]))
-        else:
+        if embedding not in model.file_of:
             names = {embedding: head}
+        elif any(run_on_all_ranks(differ)):
+            raise UserError(
+                f"{model.folder} has its own {head}, which differs from {embedding}, but tie_word_embeddings is true in its "
+                f"config.json, or by default; set it to false there to use both, or remove {head}"
+            )
         ignored -= {head}
     ignored = {name for name in ignored if not name.endswith(".inv_freq")}  # buffers of old models
     if ignored and dist.get_rank() == 0:
         first = ", ".join(sorted(ignored)[:SHOWN])
         logger.warning("%s has %d tensors that the model ignores: %s", model.folder, len(ignored), first)
     return names
-
-
-def _check_equal_rows(model: SafetensorsFolder, head: str, embedding: str, shape: torch.Size) -> None:
-    """Raise UserError on every rank if two matrices differ. The ranks share the rows."""
-    bounds = [shape[0] * rank // dist.get_world_size() for rank in (dist.get_rank(), dist.get_rank() + 1)]
-
-    def differ() -> bool:
-        rows = [slice(first, min(first + ROWS, bounds[1])) for first in range(bounds[0], bounds[1], ROWS)]
-        return any(
-            bool((model.read(head, shape, (each,)) != model.read(embedding, shape, (each,))).any()) for each in rows
-        )
-
-    if any(run_on_all_ranks(differ)):
-        raise UserError(
-            f"{model.folder} has its own {head}, which differs from {embedding}, but tie_word_embeddings is true in its config.json, or "
-            f"by default; set it to false there to use both, or remove {head}"
-        )
 
 
 class Checkpoint:
@@ -368,12 +356,9 @@ def warn_of_jump(state: TrainerState, training: Training) -> None:
     except (ValidationError, AttributeError, ArithmeticError):  # of a version with other limits, or another program
         return
     if not math.isclose(old, new, rel_tol=1e-3):
-        keys = ("learning_rate", "lr_scheduler", "total_train_steps", "warmup_steps", "decay_steps", "min_lr_ratio")
-        changed = [(key, getattr(before, key), getattr(training, key)) for key in keys]
         logger.warning(
-            "the learning rate of step %d is %.3g, but %.3g in the checkpoint's run (%s); lr_scheduler='wsd' has no such jump "
-            "if total_train_steps changes before its decay",
-            state.step + 1, new, old, ", ".join(f"{key} was {a!r}, is {b!r}" for key, a, b in changed if a != b),
+            "the learning rate of step %d is %.3g, but %.3g in the checkpoint's run, whose config differs; lr_scheduler='wsd' "
+            "has no such jump if total_train_steps changes before its decay", state.step + 1, new, old,
         )  # fmt: skip
 
 
@@ -383,14 +368,14 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
     Raises:
         UserError: no checkpoint is intact, or some ranks see other checkpoints than rank 0.
     """
-    seen = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
-    for rank, folders in enumerate(seen):
-        if folders != seen[0]:
+    folders, *others = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
+    for rank, seen in enumerate(others, 1):
+        if seen != folders:
             raise UserError(
-                f"rank {rank} sees {len(folders)} checkpoints in {save_dir}, but rank 0 sees {len(seen[0])}; "
+                f"rank {rank} sees {len(seen)} checkpoints in {save_dir}, but rank 0 sees {len(folders)}; "
                 f"checkpoint.save_dir must be a folder that all machines share"
             )
-    for folder in reversed(seen[0]):
+    for folder in reversed(folders):
         try:
             checkpoint = Checkpoint(folder)
             if checkpoint.state is not None:
@@ -399,9 +384,9 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
         except UserError as error:
             problem = str(error).split(";")[0]
         logger.warning("%s; trying the checkpoint before it", problem)
-    if seen[0]:
+    if folders:
         raise UserError(
-            f"checkpoint.load_path='latest': none of the {len(seen[0])} checkpoints in {save_dir} is intact; choose "
+            f"checkpoint.load_path='latest': none of the {len(folders)} checkpoints in {save_dir} is intact; choose "
             f"another load_path, or another save_dir to start at step 1"
         )
     logger.info("%s has no checkpoint yet", save_dir)

@@ -21,18 +21,15 @@ import xxhash
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from picotron.console import UserError, first_line
 from picotron.model.placement import Index
 from workbench.files import read_object
-from workbench.run.checkpoint.expert_names import Place, places
 from workbench.run.hub import connect
 
 logger = logging.getLogger("picotron")
 
 DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-CHUNK = 2**20  # bytes per read
 BLOCKS, BLOCK = 64, 2**12  # number and bytes of the blocks of a file that its fingerprint depends on
 
 
@@ -67,14 +64,13 @@ class SafetensorsFolder:
 
     Attributes:
         file_of: the file of each tensor.
-        places: the places of tensors that other names contain, see `split_experts`.
 
     Raises:
         UserError: there is neither file, or it is damaged.
     """
 
     def __init__(self, folder: Path, kind: str = "model") -> None:
-        self.folder, self.places = folder, dict[str, Place]()
+        self.folder = folder
         index, single = folder / f"{kind}.safetensors.index.json", folder / f"{kind}.safetensors"
         try:
             if index.exists() and not single.exists():  # transformers prefers the single file
@@ -92,16 +88,6 @@ class SafetensorsFolder:
             ) from None
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"the safetensors of {folder} are damaged ({error}); download or save them again") from None
-
-    def split_experts(self, config: PreTrainedConfig) -> None:
-        """Let tensors that have the matrices of all experts of a layer be read by the names of the hub."""
-        stored = self.file_of
-        self.places = {
-            name: place for name, place in places(config).items() if name not in stored and place.name in stored
-        }
-        fused = {place.name for place in self.places.values()}
-        self.file_of = {name: file for name, file in stored.items() if name not in fused}
-        self.file_of |= {name: stored[place.name] for name, place in self.places.items()}
 
     def fingerprint(self) -> str:
         """Return a hash of the sizes of all files and of blocks spread over them. Two sets of weights have different
@@ -132,19 +118,17 @@ class SafetensorsFolder:
                 f"{self.folder} has no tensor {name}; of its {len(self.file_of)} tensors, {closest} has the closest name. Rename "
                 f"its tensors, or correct its config.json, such as num_hidden_layers or tie_word_embeddings"
             )
-        path, place = self.file_of[name], self.places.get(name, Place(name))
+        path = self.file_of[name]
         with self._reading(path), safe_open(path, framework="pt") as file:
-            tensor, expected = file.get_slice(place.name), place.full_shape(shape)
-            if tensor.get_shape() != expected:
-                raise UserError(
-                    f"{place.name} of {path} has shape {tensor.get_shape()}, but the model expects {expected}"
-                )
+            tensor = file.get_slice(name)
+            if tensor.get_shape() != list(shape):
+                raise UserError(f"{name} of {path} has shape {tensor.get_shape()}, but the model expects {list(shape)}")
             if tensor.get_dtype() not in DTYPES.values():  # numbers of another format, with scales of their own
                 raise UserError(
                     f"{name} of {path} is in {tensor.get_dtype()}, but weights should be in {', '.join(DTYPES.values())}; a quantised "
                     f"model has to be dequantised first, such as by transformers with dequantize=True"
                 )
-            return tensor[place.full_index(shape, index)]
+            return tensor[index or ...]
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[None]:
@@ -214,17 +198,14 @@ def write_file(path: Path, parts: Iterable[tuple[int, bytes | memoryview]]) -> l
 
 def check_range(path: Path, expected: ByteRange) -> None:
     """Raise a UserError unless a byte range of a file has the checksum with which it was written."""
-    checksum, rest, buffer = xxhash.xxh3_64(), expected.size, memoryview(bytearray(min(expected.size, CHUNK)))
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             file.seek(expected.start)
-            while rest and (count := file.readinto(buffer[:rest])):
-                checksum.update(buffer[:count])
-                rest -= count
+            checksum = xxhash.xxh3_64_hexdigest(file.read(expected.size))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
-    if checksum.hexdigest() != expected.xxh3:
+    if checksum != expected.xxh3:
         raise UserError(
-            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is "
-            f"{checksum.hexdigest()}, but should be {expected.xxh3}; use another checkpoint"
+            f"{path} is damaged: the checksum of bytes {expected.start} to {expected.start + expected.size} is {checksum}, "
+            f"but should be {expected.xxh3}; use another checkpoint"
         )

@@ -10,11 +10,11 @@ import dataclasses
 import json
 import logging
 import platform
-import tempfile
-import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from workbench.files import UNFINISHED, new_folder, unfinished
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState
 from workbench.run.checkpoint.host_buffers import HostBuffers
-from workbench.run.checkpoint.model_card import model_card
 from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
 from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from workbench.run.metrics import Progress
@@ -71,12 +70,7 @@ class CheckpointWriter:
         wandb_run_id: str | None = None,
     ) -> None:
         grid = pgm.process_group_manager
-        self.config, self.model_config, self.fingerprint, self.wandb_run_id = (
-            config,
-            model_config,
-            fingerprint,
-            wandb_run_id,
-        )
+        self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files: dict[str, bytes] = {}
         if grid.global_rank == 0:
             self.model_files = model_files(model_config, config.model.dtype, tokenizer, config.training.seq_length)
@@ -84,8 +78,8 @@ class CheckpointWriter:
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
         self.files, self.buffers = StageFiles(llama, optimizer, config.distributed.ep_size, self.group), HostBuffers()
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.executor = ThreadPoolExecutor(1)
+        self.in_progress: Future[None] | None = None
         self._check_shared()  # before the first step, not when the first checkpoint is written
         match config.checkpoint.save_frequency:
             case None:
@@ -99,28 +93,26 @@ class CheckpointWriter:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is None or (isinstance(error, UserError) and error is not self.error):
+        if error is None or isinstance(error, UserError):
             self.wait()
 
     def _check_shared(self) -> None:
         """Raise a UserError on every rank unless all ranks see what rank 0 writes to `save_dir`."""
-        with contextlib.ExitStack() as stack:
+        file = self.save_dir / f".shared-{self._on_all_ranks(self.save_dir, lambda: uuid.uuid4().hex)[0]}"
 
-            def write() -> str:
-                if pgm.process_group_manager.global_rank > 0:
-                    return ""
+        def is_seen() -> bool:
+            if pgm.process_group_manager.global_rank == 0:
                 self.save_dir.mkdir(parents=True, exist_ok=True)
-                file = tempfile.NamedTemporaryFile(dir=self.save_dir, prefix=".shared-")  # noqa: SIM115
-                return Path(stack.enter_context(file).name).name
+                file.touch()
+            end = time.monotonic() + NFS_CACHE_SECONDS
+            while not (seen := file.exists()) and time.monotonic() < end:
+                time.sleep(0.1)
+            return seen
 
-            def is_seen() -> bool:
-                end = time.monotonic() + NFS_CACHE_SECONDS
-                while not (seen := (self.save_dir / name).exists()) and time.monotonic() < end:
-                    time.sleep(0.1)
-                return seen
-
-            name = self._on_all_ranks(self.save_dir, write)[0]
+        try:
             seen = self._on_all_ranks(self.save_dir, is_seen)
+        finally:
+            file.unlink(missing_ok=True)
         if False in seen:
             raise UserError(
                 f"rank {seen.index(False)} does not see the files of rank 0 in {self.save_dir}; checkpoint.save_dir must be "
@@ -152,32 +144,23 @@ class CheckpointWriter:
         if self.config.checkpoint.async_save:
             copies = self.buffers.snapshot([each.tensor for each in slices])
             slices = [dataclasses.replace(each, tensor=host) for each, host in zip(slices, copies, strict=True)]
-            self.thread = threading.Thread(target=self._write_in_background, args=(progress, slices, scale))
-            self.thread.start()
+            self.in_progress = self.executor.submit(self._write, progress, slices, scale)
         else:
             self._write(progress, slices, scale)
 
-    def _write_in_background(self, *arguments: Any) -> None:
-        try:
-            self._write(*arguments)
-        except BaseException as error:
-            self.error = error
-
     def check(self) -> None:
         """Raise the error of a background save, on all ranks in the same step. Every rank must call this."""
-        if self.thread is not None:
-            failed = torch.tensor(int(self.error is not None))
+        if self.in_progress is not None:
+            failed = torch.tensor(int(self.in_progress.done() and self.in_progress.exception() is not None))
             all_reduce(failed, self.step_group, dist.ReduceOp.MAX)
             if failed:
                 self.wait()
 
     def wait(self) -> None:
         """Wait until no checkpoint is in progress. Raises the error of a background save."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.error is not None:
-            raise self.error
+        saved, self.in_progress = self.in_progress, None
+        if saved is not None:
+            saved.result()
 
     def _write(self, progress: Progress, slices: list[TensorSlice], scale: dict[str, float]) -> None:
         """Write a checkpoint together with all other ranks, and remove its folder if any of them fails.
@@ -238,18 +221,14 @@ class CheckpointWriter:
         for name, content in (self.model_files | self._indices(written)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(folder / name, [(0, content)])
-        layout, versions = str(pgm.process_group_manager), versions_of_libraries()
-        records, _ = read_records(self.save_dir / "metrics.jsonl")
-        card = model_card(self.config, self.model_config, progress, layout, versions, records)
-        write_file(folder / "README.md", [(0, card.encode())])  # without a checksum, because it may be edited
         state = TrainerState(
             **dataclasses.asdict(progress),
             data_fingerprint=self.fingerprint,
             loss_scale=scale,
             seed=self.config.training.seed,
-            layout=layout,
+            layout=str(pgm.process_group_manager),
             config=self.config.model_dump(mode="json"),
-            versions=versions,
+            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
             wandb_run_id=self.wandb_run_id,
             files=files,
         )  # fmt: skip
@@ -269,22 +248,14 @@ class CheckpointWriter:
         """Return the index of each kind, which maps tensors to files. (A single file has one, too, so that no program
         loads the optimizer's files as a part of the model.)
         """
-        files: dict[str, dict[str, str]] = defaultdict(dict)
-        sizes: dict[str, dict[str, int]] = defaultdict(dict)
-        for each in written:
-            files[each.kind] |= dict.fromkeys(each.sizes, each.file)
-            sizes[each.kind] |= each.sizes
-        indices = {
-            kind: {"metadata": {"total_size": sum(sizes[kind].values())}, "weight_map": files[kind]} for kind in files
-        }
-        return {
-            f"{kind}.safetensors.index.json": json.dumps(index, indent=2).encode() for kind, index in indices.items()
-        }
-
-
-def versions_of_libraries() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return versions | {"transformers": transformers.__version__}
+        indices = {}
+        for kind in {each.kind for each in written}:
+            of_kind = [each for each in written if each.kind == kind]
+            size = sum(byte_range.size for each in of_kind for byte_range in each.ranges)
+            files = {name: each.file for each in of_kind for name in each.tensors}
+            index = {"metadata": {"total_size": size}, "weight_map": files}
+            indices[f"{kind}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        return indices
 
 
 def model_files(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import BATCH, LAYOUTS, Run, first_half, model_of, run_config, tensors_of
+from tests.support.checkpoints import BATCH, Run, first_half, model_of, run_config, tensors_of
 from tests.support.oracle import assert_close, with_exact_norms
 from workbench.run.checkpoint import safetensors_folder
 from workbench.run.checkpoint.checkpoint import read_state
@@ -49,7 +49,7 @@ def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
 
 def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
-    model, layout, dtype = model_of(True), LAYOUTS[1], {"model__dtype": "bfloat16"}
+    model, layout, dtype = model_of(True), {"pp_size": 2, "tp_size": 2}, {"model__dtype": "bfloat16"}
     whole = run(run_config(tmp_path / "whole", layout, **dtype), model)
     run(first_half(tmp_path / "run", layout, **dtype), model)
     half = tmp_path / "run" / "step_00000005"

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
+from picotron.console import UserError
 from tests.support.checkpoints import Run, mistake, model_of, run_config, warnings_of
 from tests.support.messages import error_of
 from tests.support.oracle import tiny_llama
-from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.checkpoint import Checkpoint, read_state
 from workbench.run.run_folder import checkpoint_folders
 
 WEIGHTS, MOMENTS = "model-00002-of-00002.safetensors", "exp_avg_sq-00001-of-00002.safetensors"
@@ -37,6 +39,11 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (WEIGHTS, Path.unlink, "is missing"),
     ("config.json", lambda path: path.write_text(path.read_text().replace("32", "64")), "is damaged"),
     ("trainer_state.json", Path.unlink, "is missing"),
+    (
+        "trainer_state.json",
+        lambda path: path.write_text(path.read_text().replace('"step": 5', '"step": 6')),
+        "is damaged",
+    ),
 ]
 
 
@@ -95,18 +102,22 @@ def test_checkpoint_of_a_different_model_is_rejected(
         assert "rope_parameters={'rope_theta': 500.0, 'rope_type': 'default'}, but this run's model has" in line
 
 
-def test_folder_without_a_checkpoint_is_rejected(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "is not a folder"),
+        ("step_00000005.unfinished", "is an incomplete checkpoint"),
+        ("a run", "is a run folder; use one of its checkpoints"),
+        ("its start", "is a run folder without checkpoints"),
+    ],
+)
+def test_folder_without_a_checkpoint_is_rejected(tmp_path: Path, name: str, sentence: str) -> None:
     (tmp_path / "step_00000005.unfinished").mkdir()
-    (tmp_path / "empty").mkdir()
     (tmp_path / "a run" / "step_00000008").mkdir(parents=True)
-    for name, message in {
-        "nowhere": "is not a folder",
-        "step_00000005.unfinished": "is an incomplete checkpoint",
-        "empty": "has no readable config.json",
-        "a run": "is a run folder",
-    }.items():
-        config = run_config(tmp_path / "run", {}, checkpoint__load_path=str(tmp_path / name))
-        assert message in pool.run(mistake, 1, config, model_of(True), tokenizer)[0]
+    (tmp_path / "its start").mkdir()
+    (tmp_path / "its start" / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=sentence):
+        read_state(tmp_path / name)
 
 
 def checkpoint_of_this_machine(*folders: Path) -> str:
@@ -121,18 +132,3 @@ def test_machines_with_other_checkpoints_of_a_name_are_rejected(pool: WorkerPool
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)
     assert all("is another checkpoint for rank 1 than for rank 0" in sentence for sentence in sentences)
-
-
-def latest_of_two_machines(first: Config, second: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
-    return mistake(second if dist.get_rank() else first, model_config, tokenizer)
-
-
-def test_save_dir_not_shared_by_all_machines_is_rejected(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
-) -> None:
-    configs = [
-        run_config(folder, {"dp_size": 2}, checkpoint__load_path="latest")
-        for folder in (checkpoint_at_step_5(0, False).parent, tmp_path)
-    ]
-    for message in pool.run(latest_of_two_machines, 2, *configs, model_of(False), tokenizer):
-        assert "rank 1 sees 0 checkpoints in" in message

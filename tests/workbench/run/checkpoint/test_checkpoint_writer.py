@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,38 +16,30 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
-from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train, warnings_of
+from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train
 from tests.support.training import wrapped
 from workbench.run.checkpoint import safetensors_folder, writer
-from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
-from workbench.run.run_folder import checkpoint_folders
+from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 
 def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
-    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written when the second
-    snapshot has been taken, or after 0.3 s without one. Returns the addresses of the buffers after each save.
+    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written late. Returns the
+    addresses of the buffers after each save.
     """
     model = wrapped(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model, config.training, fused=True)
     optimizer.restore(0, lambda parameter, name, tensor: None)
     writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
-    write, snapshot, second_snapshot = CheckpointWriter._write, HostBuffers.snapshot, threading.Event()
+    write = CheckpointWriter._write
 
     def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
-        if progress.step == 1:
-            second_snapshot.wait(0.3)
+        time.sleep(0.3 if progress.step == 1 else 0)
         write(self, progress, *others)
 
-    def noticed(self: HostBuffers, tensors: Any) -> Any:
-        copies = snapshot(self, tensors)
-        if addresses:  # of the first save
-            second_snapshot.set()
-        return copies
-
     addresses: list[list[int]] = []
-    with mock.patch.object(CheckpointWriter, "_write", late), mock.patch.object(HostBuffers, "snapshot", noticed):
+    with mock.patch.object(CheckpointWriter, "_write", late):
         for step in (1, 2):
             for each in writer.files.slices():
                 each.tensor.fill_(step)
@@ -139,19 +130,13 @@ def test_a_finished_run_has_a_checkpoint_unless_the_config_says_none(
     assert list(checkpoint_folders(tmp_path)) == steps
 
 
-def train_where_nothing_can_be_deleted(config: Config, model_config: LlamaConfig, tokenizer: Path) -> Any:
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder := checkpoint_folder(tmp_path, 5)).mkdir()
     busy = OSError(39, "Directory not empty")  # the error of network file systems for open files
     with mock.patch.object(shutil, "rmtree", side_effect=busy):
-        return warnings_of(config, model_config, tokenizer)
-
-
-def test_undeletable_checkpoint_warns_and_training_continues(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "step_00000077.unfinished").mkdir()
-    config = run_config(tmp_path, {}, checkpoint__save_frequency=5, checkpoint__keep_last=1)
-    ((steps, lines),) = pool.run(train_where_nothing_can_be_deleted, 1, config, model_of(False), tokenizer)
-    assert steps == 10
-    assert f"{tmp_path}/step_00000005 cannot be deleted: Directory not empty" in lines
-    assert list(checkpoint_folders(tmp_path)) == [10]
+        delete_checkpoint(folder)
+    assert caplog.messages == [f"{folder} cannot be deleted: Directory not empty"]
+    assert not checkpoint_folders(tmp_path)
 
 
 def start_with_a_folder_of_its_own(model_config: LlamaConfig, tokenizer: Path, *configs: Config) -> str:
@@ -165,6 +150,11 @@ def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    configs = [run_config(folder, {"dp_size": 2}) for folder in folders]
-    for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
-        assert sentence.startswith(f"rank 1 does not see the files of rank 0 in {tmp_path}/o")
+    for load_path, expected in (
+        ("", "rank 1 does not see the files of rank 0 in"),
+        ("latest", "rank 1 sees 0 checkpoints in"),
+    ):
+        configs = [run_config(folder, {"dp_size": 2}, checkpoint__load_path=load_path) for folder in folders]
+        for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
+            assert sentence.startswith(expected)
+        checkpoint_folder(folders[0], 1).mkdir(exist_ok=True)

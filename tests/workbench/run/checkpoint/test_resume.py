@@ -5,19 +5,23 @@ import random
 import signal
 import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from conformance.worker_pool import WorkerError, WorkerPool
+from picotron.config import Training
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.checkpoints import first_half, run_config, tensors_of, train, warnings_of
+from tests.support.checkpoints import run_config, tensors_of, train
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
+from tests.support.training import CPU
 from workbench.files import UNFINISHED
-from workbench.run.launch import StopSignals
+from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
@@ -81,43 +85,38 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def signal_on_one_rank(folder: str, number: int) -> tuple[int, int, int]:
+def signal_on_one_rank(folder: str) -> int:
     setup_process_group_manager(1, 1, 1, 3)
-    config = make_config(checkpoint__save_dir=folder, distributed__dp_size=3)
-    results = Metrics(config, tiny_llama(), torch.device("cpu"), torch.float64)
-    signals, one = StopSignals(), torch.ones(())
-
-    def stop() -> int:
-        return results.end_step(Progress(step=1), one, one, 0.1, signals.received)[1]
-
-    before = stop()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # torchrun repeats the signal
-    after = stop()
-    StopSignals.received = 0
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, signal.SIG_DFL)
-    return before, after, dist.get_rank()
+    results = Metrics(make_config(checkpoint__save_dir=folder, dp_size=3), tiny_llama(), CPU, torch.float64)
+    received, one = signal.SIGUSR1 if dist.get_rank() == 1 else 0, torch.ones(())
+    return results.end_step(Progress(step=1), one, one, 0.1, received)[1]
 
 
-def test_a_jump_of_the_learning_rate_is_a_warning(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_that_jumps_or_is_high_for_trained_weights_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A finished cosine is prolonged from 10 to 20 steps, which makes its middle of its end; wsd has no jump."""
-    for scheduler, expected in (("cosine", ["step 11 is 0.0055, but 0.001 in"]), ("wsd", [])):
-        keys = {"training__lr_scheduler": scheduler, "training__warmup_steps": 0, "checkpoint__load_path": "latest"}
-        folder = tmp_path / scheduler
-        first = run_config(folder, {}, **keys)
-        if scheduler == "wsd":
-            first = first_half(folder, {}, **keys)
-        pool.run(warnings_of, 1, first, tiny_llama(), tokenizer)
-        longer = run_config(folder, {}, **keys, training__total_train_steps=20)
-        ((_, lines),) = pool.run(warnings_of, 1, longer, tiny_llama(), tokenizer)
-        assert [part for line, part in zip(lines, expected, strict=True) if part in line] == expected
+
+    def warning(state: Any, **training: Any) -> str:
+        checkpoint = object.__new__(Checkpoint)
+        checkpoint.state = state
+        caplog.clear()
+        checkpoint.progress("", Training.model_validate(training))
+        return caplog.text
+
+    assert "is high for weights that are trained already" in warning(None, learning_rate=5e-3)
+    assert not warning(None, learning_rate=2e-5)
+    for scheduler, step, expected in (("cosine", 10, "step 11 is 0.0055, but 0.001 in"), ("wsd", 5, "")):
+        keys = {"learning_rate": 1e-2, "lr_scheduler": scheduler, "warmup_steps": 0}
+        config = {"training": keys | {"total_train_steps": 10}}
+        state = types.SimpleNamespace(step=step, tokens=0, samples=0, data_fingerprint="", config=config)
+        found = warning(state, **keys, total_train_steps=20)
+        assert expected in found
+        assert bool(expected) == bool(found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path, number: int) -> None:
-    assert pool.run(signal_on_one_rank, 3, str(tmp_path), number) == [(0, number, rank) for rank in range(3)]
+def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(signal_on_one_rank, 3, str(tmp_path)) == [signal.SIGUSR1] * 3
 
 
 # ------------------------------------------------------------------------------------------------------ whole programs
