@@ -43,7 +43,7 @@ def main() -> None:
         hardware = find_hardware("H200" if TINY else "this", run_config({}))  # measured now, not read from the cache
     variants = []
     for name, (layout, training) in LAYOUTS.items():
-        step = partial(picotron_step, layers=LAYERS, **training)
+        step = partial(picotron_step, shape=model_config(LAYERS), **training)
         variants.append(Variant(name, step, (layout,), run_config(layout).distributed.world_size))
     results = measure(variants, options.turns, options.steps)
     check_same_losses(results)

@@ -60,10 +60,10 @@ def train_here(*arguments: Any) -> None:
     train.train(*arguments)
 
 
-def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> list[tuple[float, float]]:
-    """Train four steps. Returns the losses and the gradient norms."""
-    keys = {f"distributed.{key}": value for key, value in layout.items()} | {
-        "distributed.use_cpu": not ON_GPU, "model.dtype": dtype, "training.compile": compiled,
+def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> list[float]:
+    """Train four steps. Returns their losses and gradient norms."""
+    keys = {f"distributed.{key}": value for key, value in ({"use_cpu": not ON_GPU} | layout).items()} | {
+        "model.dtype": dtype, "training.compile": compiled,
         "model.name": "docs/tiny-experts" if "ep_size" in layout else "template/tiny-llama", "model.num_hidden_layers": 4,
         "training.total_train_steps": 4, "training.micro_batch_size": 1, "training.seq_length": 256,
         "training.gradient_accumulation_steps": 8 // layout.get("dp_size", 1), "checkpoint.save_frequency": None,
@@ -74,7 +74,12 @@ def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> 
     model_config, plan = train.check(config)
     run_ranks(config.distributed.world_size, functools.partial(train_here, config, model_config, plan))
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["loss"], record["grad_norm"]) for record in records]
+    return [record[key] for record in records for key in ("loss", "grad_norm")]
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
@@ -85,18 +90,15 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(SHARED)
     layout = LAYOUTS[options.layout]
-    alone = {key: value for key, value in layout.items() if key == "ep_size"} and {"ep_size": 1}
+    alone = {"ep_size": 1} if "ep_size" in layout else {}
     with tempfile.TemporaryDirectory() as folder:
-        one, *found = (
+        one, first, second = (
             losses(each, Path(folder, str(i)), options.dtype, options.compile)
             for i, each in enumerate((alone, layout, layout))
         )
-    worst = max(
-        abs(a / b - 1) for ours, theirs in zip(found[0], one, strict=True) for a, b in zip(ours, theirs, strict=True)
-    )
-    again = "twice the same" if found[0] == found[1] else f"TWO RUNS DIFFER: {found}"
+    worst, again = difference(first, one), "twice the same" if first == second else f"TWO RUNS DIFFER: {first, second}"
     print_line(f"{options.layout}: largest difference from one rank {worst:.1e}, {again}")
-    if worst > LIMITS[options.dtype] or found[0] != found[1]:
+    if worst > LIMITS[options.dtype] or first != second:
         sys.exit(1)
 
 

@@ -188,7 +188,8 @@ def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any
 def cp() -> list[Comparison]:
     found = []
     for length in LENGTHS:
-        sizes = {"seq_length": length, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "layers": CP_LAYERS}
+        sizes: dict[str, Any] = {"seq_length": length, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
+        sizes["shape"] = model_config(CP_LAYERS, length)
         alone = partial(picotron_step, threads=RANKS, **sizes)
         variants = [Variant(f"one process{f', {RANKS} threads' * (not ON_GPU)}", alone, ({},))]
         for engine, sharding in (
