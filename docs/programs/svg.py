@@ -8,7 +8,7 @@ import argparse
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.drawing.draw_svg import LINE, WIDTH, Svg
 
@@ -22,7 +22,7 @@ TENSORS = {  # those that stay between steps are green, the others brown (ColorB
 }
 RUNS = ["#2a8fd0", "#d9662b", "#1c9c78", "#b0559a", "#8d8420"]  # of lines and dots: legible on white and on black
 GREY = "#888888"  # of text and axes in plots: likewise
-PLOTS = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY) | {
+PLOTS: dict[Any, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY) | {
     "font.size": 13, "legend.fontsize": 11, "legend.frameon": False, "axes.grid": True, "grid.alpha": 0.3, "svg.fonttype": "none", "svg.hashsalt": "picotron",
 }  # fmt: skip
 
