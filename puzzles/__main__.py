@@ -81,7 +81,7 @@ def check(puzzles: Sequence[Puzzle], adapter: Path | None) -> list["Report"]:
 def show(puzzle: Puzzle, report: "Report", folder: Path) -> None:
     """Print the result of a check, and write its files."""
     print_line(f"{report.verdict}: puzzle {puzzle.number}, {puzzle.title}")
-    for line in filter(None, (report.sentence, report.score and f"score: {report.score}")):
+    for line in filter(None, (report.sentence, f"score: {report.score}" if report.score else "")):
         print_line(line)
     files = {f"{puzzle.name}.svg": report.picture} | report.files if report.picture else report.files
     folder.mkdir(parents=True, exist_ok=True)
