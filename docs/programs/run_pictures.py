@@ -1,4 +1,4 @@
-"""Pictures of runs: curves over their steps, from their metrics.jsonl, and the overlap of a recorded step.
+"""Pictures of runs: curves over their steps, from their metrics.jsonl.
 
 python -m docs.programs.run_pictures rewards runs/seed1 runs/seed2 --out docs/pictures/rewards.svg
 """
@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from docs.programs.svg import RUNS, Span, main, plots, spans
-from workbench.drawing.draw_svg import COLOURS
+from docs.programs.svg import RUNS, main, plots
 
-ROWS = ("backward", "all-reduce 0", "all-reduce 1")  # gloo has two threads
 Limits = tuple[float | None, float | None]
 
 
@@ -52,33 +50,5 @@ def losses(*folders: Path) -> str:
     return curves(folders, ("loss", {"loss": 3}, (None, None)), norm, height=0.6, nested=True)
 
 
-def spans_of(trace: Path) -> list[Span]:
-    """Return the matrix products of backward and the all-reduces of a trace, a row for each thread of gloo."""
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if "dur" in event]
-    backward = next(event for event in events if event["name"] == "backward")
-    sums = [event for event in events if event["name"] == "gloo:all_reduce"]
-    threads = sorted({event["tid"] for event in sums})
-    products = (event for event in events if event["name"] == "aten::mm" and event["ts"] >= backward["ts"])
-    rows = [(ROWS[0], "B", event) for event in products]
-    rows += [(ROWS[1 + threads.index(event["tid"])], "R", event) for event in sums]
-    return [
-        Span(
-            row,
-            (event["ts"] - backward["ts"]) / 1000,
-            (event["ts"] + event["dur"] - backward["ts"]) / 1000,
-            COLOURS[kind],
-        )
-        for row, kind, event in rows
-    ]
-
-
-def overlap(*traces: Path) -> str:
-    """Draw the matrix products of backward above the all-reduces, for each trace of torch.profiler with an event
-    `backward`, such as docs/solutions/measure.py records.
-    """
-    panels = {trace.stem.replace("_", " "): spans_of(trace) for trace in traces}
-    return spans(panels, ROWS, "ms after the start of backward")
-
-
 if __name__ == "__main__":
-    main(__doc__, rewards, losses, overlap)
+    main(__doc__, rewards, losses)

@@ -168,44 +168,6 @@ def stall(name: str = "interleaved_1f1b", pp: int = 4, micro_batches: int = 8) -
     return compared({f"{title}: {each.step_time:g}": each for title, each in timelines.items()})
 
 
-# The future is covered; the cover shrinks and a line moves while time passes, and both wait at the end of the step.
-ANIMATION = """
-.cover {{ fill-opacity: 0.88; transform-origin: {right:g}px 0; visibility: hidden }}
-.now {{ stroke: #d55e00; stroke-width: 2; visibility: hidden }}
-@media (prefers-reduced-motion: no-preference) {{
-  .cover {{ visibility: visible; animation: shrink {seconds:g}s linear infinite }}
-  .now {{ visibility: visible; animation: move {seconds:g}s linear infinite }}
-}}
-@keyframes shrink {{ 85%, 100% {{ transform: scaleX(0) }} }}
-@keyframes move {{ 85%, 100% {{ transform: translateX({distance:g}px) }} }}
-"""
-
-
-def animated_1f1b(pp: int = 4, micro_batches: int = 6, seconds: int = 15) -> str:
-    """Draw 1F1B with a clock that moves from its first action to its last, again and again. (Not if the reader's system
-    asks for less motion.)
-    """
-    timeline = simulate(build("1f1b", pp, micro_batches))
-    left, row, curve, top = 50, 34, 26, LINE + 12
-    right, each = WIDTH - 6, row + curve + 8
-    scale, bottom = (right - left) / timeline.step_time, top + pp * each
-    picture = Svg(WIDTH, bottom + 70, ANIMATION.format(right=right, distance=right - left, seconds=seconds))
-    picture.legend(left, 0, timeline)
-    picture.timeline(timeline, left, top, scale, row, each - row)
-    for rank, live in enumerate(memory_curves(timeline)):
-        y = top + rank * each
-        picture.text(0, y + 23, f"pp {rank}")
-        picture.curve(live, timeline.step_time, left, y + row + curve, scale, curve / pp)
-    x, height = left - 1, bottom - top
-    picture.parts.append(f'<rect class="page cover" x="{x}" y="{top}" width="{right - x + 1}" height="{height}"/>')
-    picture.parts.append(f'<line class="now" x1="{left}" y1="{top - 4}" x2="{left}" y2="{bottom}"/>')
-    picture.time_axis(left, bottom, scale, timeline.step_time, "unit: a forward")
-    picture.text(
-        left, bottom + 64, f"Below a rank: the activations that it holds, up to {pp} micro-batches on pp rank 0."
-    )
-    return str(picture)
-
-
 def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
     setting, names = Setting(pp, micro_batches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
@@ -274,4 +236,4 @@ def axis_rules() -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__, axis_rules, buckets, schedules, animated_1f1b, trade_off, puzzle, stall)
+    main(__doc__, axis_rules, buckets, schedules, trade_off, puzzle, stall)
