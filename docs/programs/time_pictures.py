@@ -171,15 +171,14 @@ def stall(name: str = "interleaved_1f1b", pp: int = 4, micro_batches: int = 8) -
 def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
     setting, names = Setting(pp, micro_batches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
+    drawn = [(entry.name, entry.schedule) for entry in entries()]
     for memory in MEMORY:
-        for name, schedule in published(setting._replace(memory=memory)):
-            if memory == "p" or name.startswith("search"):
-                step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
-                names[peak(schedule), step_time].append(name)
-    for entry in entries():
-        if (entry.schedule.pp, entry.schedule.micro_batches) == (pp, micro_batches):
-            step_time = simulate(entry.schedule, setting.costs(entry.schedule.chunks)).step_time
-            names[peak(entry.schedule), step_time].append(entry.name)
+        found = published(setting._replace(memory=memory))
+        drawn += [(name, each) for name, each in found if memory == "p" or name.startswith("search")]
+    for name, schedule in drawn:
+        if (schedule.pp, schedule.micro_batches) == (pp, micro_batches):
+            step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
+            names[peak(schedule), step_time].append(name)
     longest, programs = max(time for _, time in names), [Schedule([[]] * pp, micro_batches, *shape) for shape in SHAPES]
     limits = [quarter / 4 for quarter in range(4, 4 * micro_batches + 3)]
     least = [min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs) for limit in limits]
