@@ -9,7 +9,6 @@ A comparison of programs that compute different things is worthless, so the step
 """
 
 import dataclasses
-import functools
 import math
 import multiprocessing
 import os
@@ -169,18 +168,11 @@ def machine() -> str:
     return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-@functools.cache
-def commit(folder: Path = Path(__file__).parent.parent) -> str:
-    """Describe the commit of the program: `commit abc1234 (2026-01-31) + changes`, or `unknown commit`."""
-
-    def git(*arguments: str) -> str:
-        # `-- .` finds no commit in a copy of the files that lies inside of another repository.
-        return subprocess.run(["git", *arguments, "--", "."], cwd=folder, capture_output=True, text=True).stdout.strip()
-
-    head = git("log", "-1", "--format=%h (%cs)") if shutil.which("git") else ""
-    if not head:
-        return "unknown commit"
-    return f"commit {head}" + (" + changes" if git("status", "--porcelain") else "")
+def commit() -> str:
+    """Describe the commit of the program, such as `abc1234`, or `abc1234-dirty` if files have changed."""
+    command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout if shutil.which("git") else ""
+    return f"commit {found.strip() or 'unknown'}"
 
 
 def print_markdown(rows: Sequence[Sequence[str]]) -> None:
