@@ -50,7 +50,7 @@ def commands(part: str, folder: str) -> Iterator[Command]:
         yield part, ["-m", "benchmarks.cp_kernels", *["--tiny"] * TINY], 60
     elif part == "shared":  # of one GPU by several ranks; the layouts with most axes first
         narrow = ["--dtype", "bfloat16", *["--compile"] * ON_GPU]
-        most = list(LAYOUTS)[:2]
+        most = LAYOUTS[:2]
         for name, *options in (*([name] for name in (most if TINY else LAYOUTS)), *([name, *narrow] for name in most)):
             yield " ".join([name, *options]), ["-m", "benchmarks.one_gpu", name, *options], 90
     elif part == "layouts":  # two processes, so two GPUs
