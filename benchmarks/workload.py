@@ -134,18 +134,19 @@ def picotron_step(
     return step
 
 
-def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
-    """Return a step of transformers' model in a plain loop or in DistributedDataParallel; on a GPU, under bfloat16
-    autocast.
+def transformers_step(
+    rank: int, dp_size: int = 1, wrap: Callable[[Any], Any] = lambda model: model, optimizer: Any = None
+) -> Callable[[], Any]:
+    """Return a step of transformers' model, on a GPU under bfloat16 autocast.
+
+    Args:
+        wrap: function that returns the model as the step calls it, such as in DistributedDataParallel.
+        optimizer: see `torch_adamw`.
     """
-    device, config = device_of(rank), run_config({"dp_size": dp_size})
-    model = transformers_model(device, dp_size)
-    if compiled:
-        for layer in model.model.layers:
-            layer.compile()
-    if ddp:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return torch_step(model, torch_adamw(model.parameters()), loader_of(config, device))
+    device = device_of(rank)
+    model = wrap(transformers_model(device, dp_size))
+    loader = loader_of(run_config({"dp_size": dp_size}), device)
+    return torch_step(model, torch_adamw(model.parameters(), optimizer), loader)
 
 
 def transformers_model(device: torch.device, dp_size: int) -> Any:
