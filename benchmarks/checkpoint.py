@@ -25,22 +25,18 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig
 
 from benchmarks.side_by_side import DifferentResults, gather, print_markdown
-from benchmarks.workload import TINY, arguments, device_of, loader_of, model_config, require_gpus, run_config
+from benchmarks.workload import TINY, arguments, device_of, model_config, require_gpus, run_config, training_of
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 from picotron.model.placement import placement
-from picotron.model.weights import initial_weights, read_owned_weights
+from picotron.model.weights import read_owned_weights
 from picotron.optimizer import AdamW
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
-from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.prepare.tokens import train_bpe
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.writer import CheckpointWriter
-from workbench.run.metrics import Progress
+from workbench.run.metrics import Progress, max_over_ranks
 from workbench.run.run_folder import checkpoint_folder
 from workbench.run.with_keys import with_keys
-from workbench.variants.choose import build_model
 
 LAYOUTS = {"dp 1": {}, "tp 2": {"tp_size": 2}, "pp 2": {"pp_size": 2}}
 MODEL = model_config() if TINY else LlamaConfig(  # 125 million parameters; 12 bytes each, with the optimizer's state
@@ -56,13 +52,10 @@ class Run:
         self.folder, self.device = folder, device_of(rank)
         sizes = {"seq_length": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
         config = with_keys(run_config(layout, **sizes), checkpoint={"save_dir": str(folder)})
-        grid = config.distributed
-        setup_process_group_manager(grid.tp_size, grid.cp_size, grid.pp_size, grid.dp_size)
-        dtype, plan = getattr(torch, config.model.dtype), plan_pipeline(config, MODEL)
-        self.model = build_model(config, MODEL, plan.wrap, self.device, dtype, initial_weights(MODEL, 0))
+        step, self.model, loader = training_of(config, self.device, MODEL)
         self.llama = unwrap(self.model)
         self.optimizer = AdamW(self.model, config.training, fused=True)
-        make_train_step(config, plan, self.device, dtype)(self.model, loader_of(config, self.device))
+        step(self.model, loader)
         self.optimizer.step()
         if rank == 0:
             train_bpe(iter(["a text"]), 260).save_pretrained(folder / "tokenizer")  # every checkpoint has a copy of it
@@ -109,13 +102,7 @@ def memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def maximum_over_ranks(number: float) -> float:
-    value = torch.tensor(number, dtype=torch.float64)
-    all_reduce(value, None, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def measured(operation: Callable[[], None]) -> tuple[float, float]:
+def measured(operation: Callable[[], None], device: torch.device) -> list[float]:
     """Return the seconds of an operation and the bytes of extra memory, both as the maximum over the ranks."""
     gc.collect()
     before = memory("VmRSS")
@@ -123,10 +110,9 @@ def measured(operation: Callable[[], None]) -> tuple[float, float]:
     dist.barrier()
     start = time.perf_counter()
     operation()
-    seconds = maximum_over_ranks(time.perf_counter() - start)
-    peak = memory("VmHWM")
+    seconds, peak = time.perf_counter() - start, memory("VmHWM")
     gc.collect()
-    return seconds, maximum_over_ranks(peak - max(before, memory("VmRSS")))
+    return max_over_ranks(device, seconds, peak - max(before, memory("VmRSS"))).tolist()
 
 
 def check_load(run: Run, load: Callable[[], None]) -> None:
@@ -144,17 +130,17 @@ def check_load(run: Run, load: Callable[[], None]) -> None:
         raise DifferentResults(f"{load.__qualname__}: {sum(expected)} was saved, {sum(loaded)} was loaded")
 
 
-def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[tuple[float, float]]]:
+def save_and_load(rank: int, layout: dict[str, Any], folder: str, turns: int) -> dict[str, list[list[float]]]:
     """Measure the four operations in turns. Files are deleted after loading, because overwriting files that are in the
     page cache would be faster.
     """
     run = Run(rank, layout, Path(folder))
-    results: dict[str, list[tuple[float, float]]] = {"torch_save": [], "torch_load": [], "save": [], "load": []}
+    results: dict[str, list[list[float]]] = {"torch_save": [], "torch_load": [], "save": [], "load": []}
     for turn in range(turns + 1):
         for name, measurements in results.items():
             operation = getattr(run, name)
             if turn:
-                measurements.append(measured(operation))
+                measurements.append(measured(operation, run.device))
             elif name.endswith("load"):  # the first turn is a warm-up
                 check_load(run, operation)
             else:

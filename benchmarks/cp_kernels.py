@@ -45,26 +45,23 @@ def gradients_of(attend: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> 
 def in_blocks(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cp: int, sharding: str) -> list[Tensor]:
     """Return output and gradients of attention as cp ranks compute them, one after the other."""
     places = [local_positions(q.size(2), cp, rank, sharding).to(q.device) for rank in range(cp)]
-    wide = accumulation_dtype(q)
+    wide, outs, dqs = accumulation_dtype(q), list[Tensor](), list[Tensor]()
     kv = [torch.stack((k[:, :, place], v[:, :, place])) for place in places]
     dkv = [torch.zeros_like(each, dtype=wide) for each in kv]
-    y, dq = torch.zeros_like(q), torch.zeros_like(q)
     blocks_of = functools.partial(visible_blocks, sharding=sharding)
     for rank, place in enumerate(places):
         with mock.patch.object(pgm, "process_group_manager", types.SimpleNamespace(cp_rank=rank, cp_world_size=cp)):
-            order, own = [(rank - step) % cp for step in range(cp)], q[:, :, place].contiguous()
+            order, own = [(rank - step) % cp for step in range(cp)], q[:, :, place]
             out, lse = block_attention.blockwise_attention(own, ((source, kv[source]) for source in order), blocks_of)
-            part = torch.zeros_like(own, dtype=wide)
+            outs.append(out)
+            dqs.append(torch.zeros_like(own, dtype=wide))
             for source in order:
                 blocks = blocks_of(source, own.size(2))
-                block_attention.accumulate_gradients(
-                    dy[:, :, place].contiguous(), own, kv[source], blocks, out, lse, part, dkv[source]
-                )
-        y[:, :, place], dq[:, :, place] = out, part.to(q.dtype)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for place, each in zip(places, dkv, strict=True):
-        dk[:, :, place], dv[:, :, place] = each.to(k.dtype)
-    return [y, dq, dk, dv]
+                gradients = dqs[rank], dkv[source]
+                block_attention.accumulate_gradients(dy[:, :, place], own, kv[source], blocks, out, lse, *gradients)
+    inverse = torch.cat(places).argsort()
+    joined = torch.cat(outs, 2), torch.cat(dqs, 2), *torch.cat(dkv, 3)
+    return [each[:, :, inverse].to(q.dtype) for each in joined]
 
 
 def kernel(prefers_cudnn: bool | None) -> contextlib.AbstractContextManager[object]:

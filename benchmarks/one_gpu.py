@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 import train
+from conformance.adapters.picotron import options_of
+from conformance.case import is_size, sizes_of
 from workbench.console import print_line
 from workbench.run.config_reader import load_config
 from workbench.run.launch import exit_on_error
@@ -32,26 +34,17 @@ LIMITS = {
     "float16": 5e-3,
     "bfloat16": 2e-2,
 }  # relative difference of losses and norms
-SEQUENCE = {"sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2 tp2 sp": {"pp_size": 2, "tp_size": 2, **SEQUENCE},
-    "cp2 dp2 zero3": {"cp_size": 2, "dp_size": 2, "dp_engine": "zero3"},
-    "dp2 pp2 tp2 sp zero1": {"dp_size": 2, "pp_size": 2, "tp_size": 2, "dp_engine": "zero1", **SEQUENCE},
-    "pp2 cp2 tp2 sp": {"pp_size": 2, "cp_size": 2, "tp_size": 2, **SEQUENCE},
-    "dp2": {"dp_size": 2},
-    "dp2 zero1": {"dp_size": 2, "dp_engine": "zero1"},
-    "dp2 zero3": {"dp_size": 2, "dp_engine": "zero3"},
-    "tp2": {"tp_size": 2},
-    "tp2 sp": {"tp_size": 2, **SEQUENCE},
-    "cp2 ring": {"cp_size": 2},
-    "cp2 all_gather": {"cp_size": 2, "cp_engine": "all_gather"},
-    "cp2 ulysses": {"cp_size": 2, "cp_engine": "ulysses"},
-    "pp2 afab": {"pp_size": 2, "pp_engine": "afab"},
-    "pp2 1f1b": {"pp_size": 2},
-    "pp2 interleaved": {"pp_size": 2, "pp_engine": "interleaved_1f1b"},
-    "pp2 zbv": {"pp_size": 2, "pp_engine": "zbv"},
-    "dp2 ep2": {"dp_size": 2, "ep_size": 2},
-}
+LAYOUTS = (  # in the words of conformance/adapters/picotron.py
+    *("pp2 tp2 sp", "cp2 dp2 zero3", "dp2 pp2 tp2 sp zero1", "pp2 cp2 tp2 sp", "dp2", "dp2 zero1", "dp2 zero3", "tp2"),
+    *("tp2 sp", "cp2 ring", "cp2 all_gather", "cp2 ulysses", "pp2 afab", "pp2 1f1b", "pp2 interleaved_1f1b", "pp2 zbv"),
+    "dp2 ep2",
+)
+
+
+def keys_of(layout: str) -> dict[str, Any]:
+    """Return the keys of the config's section `distributed` that a layout names."""
+    sizes = {f"{axis}_size": size for axis, size in sizes_of(layout).items()}
+    return sizes | options_of([word for word in layout.split() if not is_size(word)])
 
 
 def train_here(*arguments: Any) -> None:
@@ -60,10 +53,10 @@ def train_here(*arguments: Any) -> None:
     train.train(*arguments)
 
 
-def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> list[tuple[float, float]]:
-    """Train four steps. Returns the losses and the gradient norms."""
-    keys = {f"distributed.{key}": value for key, value in layout.items()} | {
-        "distributed.use_cpu": not ON_GPU, "model.dtype": dtype, "training.compile": compiled,
+def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> list[float]:
+    """Train four steps. Returns their losses and gradient norms."""
+    keys = {f"distributed.{key}": value for key, value in ({"use_cpu": not ON_GPU} | layout).items()} | {
+        "model.dtype": dtype, "training.compile": compiled,
         "model.name": "docs/tiny-experts" if "ep_size" in layout else "template/tiny-llama", "model.num_hidden_layers": 4,
         "training.total_train_steps": 4, "training.micro_batch_size": 1, "training.seq_length": 256,
         "training.gradient_accumulation_steps": 8 // layout.get("dp_size", 1), "checkpoint.save_frequency": None,
@@ -74,29 +67,31 @@ def losses(layout: dict[str, Any], folder: Path, dtype: str, compiled: bool) -> 
     model_config, plan = train.check(config)
     run_ranks(config.distributed.world_size, functools.partial(train_here, config, model_config, plan))
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["loss"], record["grad_norm"]) for record in records]
+    return [record[key] for record in records for key in ("loss", "grad_norm")]
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("layout", help="such as pp2 zbv")
     parser.add_argument("--dtype", choices=LIMITS, default="float32")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     os.environ.update(SHARED)
-    layout = LAYOUTS[options.layout]
-    alone = {key: value for key, value in layout.items() if key == "ep_size"} and {"ep_size": 1}
+    layout = keys_of(options.layout)
+    alone = {"ep_size": 1} if "ep_size" in layout else {}
     with tempfile.TemporaryDirectory() as folder:
-        one, *found = (
+        one, first, second = (
             losses(each, Path(folder, str(i)), options.dtype, options.compile)
             for i, each in enumerate((alone, layout, layout))
         )
-    worst = max(
-        abs(a / b - 1) for ours, theirs in zip(found[0], one, strict=True) for a, b in zip(ours, theirs, strict=True)
-    )
-    again = "twice the same" if found[0] == found[1] else f"TWO RUNS DIFFER: {found}"
+    worst, again = difference(first, one), "twice the same" if first == second else f"TWO RUNS DIFFER: {first, second}"
     print_line(f"{options.layout}: largest difference from one rank {worst:.1e}, {again}")
-    if worst > LIMITS[options.dtype] or found[0] != found[1]:
+    if worst > LIMITS[options.dtype] or first != second:
         sys.exit(1)
 
 

@@ -8,12 +8,9 @@ A comparison of programs that compute different things is worthless, so the step
 `print_table` compares. Every table ends with the commit, the machine and the versions that it was measured with.
 """
 
-import contextlib
 import dataclasses
-import functools
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import resource
 import shutil
@@ -21,7 +18,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +27,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from conformance.worker_pool import WorkerPool
 from workbench.explain.measure import device_name
 
-# A fork server imports the libraries once for all processes. A process that uses a GPU cannot be forked.
-CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-if not torch.cuda.is_available():
-    CONTEXT.set_forkserver_preload(
-        ["transformers.models.llama.modeling_llama", "picotron.pipeline_parallel.pipeline_parallel"]
-    )
+LIMIT = 7200.0  # seconds for a comparison
 
 
 @dataclasses.dataclass
@@ -76,109 +70,79 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _serve_steps(connection: Any, rank: int, variant: Variant) -> None:
-    """Prepare a variant. Then, for each number received, run that many steps and send the time in seconds and the
-    losses; for 0, send the peak memory in MiB and return.
-    """
-    step = variant.prepare(rank, *variant.arguments)
-    connection.send("ready")
-    while steps := connection.recv():
-        start = time.perf_counter()
-        losses = [step() for _ in range(steps)]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        connection.send((time.perf_counter() - start, [float(loss) for loss in losses if loss is not None]))
-    connection.send(peak_memory_mib())
+def new_pool() -> WorkerPool:
+    if torch.cuda.is_available():  # a process that uses a GPU cannot be forked
+        return WorkerPool("nccl", multiprocessing.get_context("spawn"))
+    return WorkerPool()
 
 
-def _serve_call(connection: Any, rank: int, function: Callable[..., Any], arguments: Any) -> None:
-    connection.send(function(rank, *arguments))
-    connection.poll(None)  # until `gather` ends, because other ranks may still communicate with this one
-
-
-def _run(
-    serve: Callable[..., None], connection: Any, rank: int, processes: int, rendezvous: str, *arguments: Any
-) -> None:
-    """Join the group of some processes, and serve; an error is sent."""
-    try:
-        torch.set_num_threads(1)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(rendezvous, processes), rank=rank, world_size=processes)
-        serve(connection, rank, *arguments)
-        dist.destroy_process_group()
-    except Exception as error:
-        connection.send(error)
-        connection.poll(None)
-
-
-@contextlib.contextmanager
-def _ranks(serve: Callable[..., None], processes: int, *arguments: Any) -> Iterator[list[Any]]:
-    """Start processes that call `serve(connection, rank, *arguments)`, and yield the other ends of their connections.
-    They end with the context, which frees the memory of a GPU.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        connections, started = [], []
-        for rank in range(processes):
-            ours, theirs = CONTEXT.Pipe()
-            call = (serve, theirs, rank, processes, f"{folder}/rendezvous", *arguments)
-            started.append(CONTEXT.Process(target=_run, args=call, daemon=True))
-            started[-1].start()
-            theirs.close()
-            connections.append(ours)
-        try:
-            yield connections
-        finally:
-            for connection in connections:
-                connection.close()
-            for process in started:
-                process.join(30)
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(dist.get_rank(), *arguments)
 
 
 def gather(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, *arguments)` in new processes, and return the results by rank."""
-    with _ranks(_serve_call, processes, function, arguments) as connections:
-        return _receive_all(connections)
+    pool = new_pool()
+    try:
+        return pool.run(_call, processes, function, *arguments, timeout=LIMIT)
+    finally:
+        pool.close()
 
 
-def _receive_all(connections: list[Any]) -> list[Any]:
-    """Receive the results of all ranks. If one fails, others fail because they have lost it, or wait for it."""
-    results: dict[Any, Any] = {}
-    errors: list[Exception] = []
-    while waiting := [connection for connection in connections if connection not in results]:
-        if not (ready := multiprocessing.connection.wait(waiting, timeout=5 if errors else None)):
-            break
-        results |= {connection: connection.recv() for connection in ready}
-        errors = [result for result in results.values() if isinstance(result, Exception)]
-    if errors:
-        raise ExceptionGroup("some ranks have failed", errors)
-    return [results[connection] for connection in connections]
+def take_turns(variant: Variant, turns: int, steps: int, folder: Path, place: int, others: int) -> Measurement:
+    """Prepare a variant, and run some steps whenever it is its turn, first as a warm-up. A variant that has run makes
+    the file for which the next one waits.
+    """
+    step, result = variant.prepare(dist.get_rank(), *variant.arguments), Measurement([], 0.0, [])
+    for turn in range(place, place + (turns + 1) * others, others):
+        while not (folder / str(turn)).exists():
+            time.sleep(0.02)
+        dist.barrier()
+        start = time.perf_counter()
+        losses = [step() for _ in range(steps)]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        result.seconds.append((time.perf_counter() - start) / steps)
+        result.losses.extend(float(loss) for loss in losses if loss is not None)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / str(turn + 1)).touch()
+    return result._replace(seconds=result.seconds[1:], memory=peak_memory_mib())
 
 
 def measure(variants: list[Variant], turns: int, steps: int) -> dict[str, Measurement]:
-    """Measure the variants in turns, after a turn as a warm-up. A GPU may not hold all of them: there, each is measured
-    by itself.
-    """
+    """Measure the variants in turns. A GPU may not hold all of them: there, each is measured by itself."""
     if torch.cuda.is_available() and len(variants) > 1:
         return {name: result for each in variants for name, result in measure([each], turns, steps).items()}
-    with contextlib.ExitStack() as stack:
-        connections: dict[str, list[Any]] = {}
-        for each in variants:
-            connections[each.name] = stack.enter_context(_ranks(_serve_steps, each.processes, each))
-            _receive_all(connections[each.name])
-
-        def request(name: str, steps: int) -> list[Any]:
-            for connection in connections[name]:
-                connection.send(steps)
-            return _receive_all(connections[name])
-
-        found = {name: Measurement([], 0.0, []) for name in connections}
-        for turn in range(turns + 1):
-            for name, (seconds, _, losses) in found.items():
-                times, by_rank = zip(*request(name, steps), strict=True)
-                losses += map(statistics.mean, zip(*filter(None, by_rank), strict=True))
-                if turn > 0:
-                    seconds.append(max(times) / steps)
-        return {name: each._replace(memory=max(request(name, 0))) for name, each in found.items()}
+    pools = [new_pool() for _ in variants]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(variants)) as threads:
+        Path(folder, "0").touch()
+        calls = [
+            threads.submit(
+                pool.run,
+                take_turns,
+                each.processes,
+                each,
+                turns,
+                steps,
+                Path(folder),
+                place,
+                len(variants),
+                timeout=LIMIT,
+            )
+            for place, (each, pool) in enumerate(zip(variants, pools, strict=True))
+        ]
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for pool in pools:
+            pool.close()  # of all variants, if one of them has failed
+        for call in done:
+            call.result()
+    found = {}
+    for each, call in zip(variants, calls, strict=True):
+        seconds, memory, losses = zip(*call.result(), strict=True)
+        means = [statistics.mean(step) for step in zip(*filter(None, losses), strict=True)]
+        found[each.name] = Measurement([max(turn) for turn in zip(*seconds, strict=True)], max(memory), means)
+    return found
 
 
 def check_same_losses(results: dict[str, Measurement]) -> None:
@@ -204,18 +168,11 @@ def machine() -> str:
     return f"{where}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-@functools.cache
-def commit(folder: Path = Path(__file__).parent.parent) -> str:
-    """Describe the commit of the program: `commit abc1234 (2026-01-31) + changes`, or `unknown commit`."""
-
-    def git(*arguments: str) -> str:
-        # `-- .` finds no commit in a copy of the files that lies inside of another repository.
-        return subprocess.run(["git", *arguments, "--", "."], cwd=folder, capture_output=True, text=True).stdout.strip()
-
-    head = git("log", "-1", "--format=%h (%cs)") if shutil.which("git") else ""
-    if not head:
-        return "unknown commit"
-    return f"commit {head}" + (" + changes" if git("status", "--porcelain") else "")
+def commit() -> str:
+    """Describe the commit of the program, such as `abc1234`, or `abc1234-dirty` if files have changed."""
+    command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout if shutil.which("git") else ""
+    return f"commit {found.strip() or 'unknown'}"
 
 
 def print_markdown(rows: Sequence[Sequence[str]]) -> None:

@@ -44,8 +44,6 @@ from benchmarks.workload import (
     require_gpus,
     run_config,
     torch_adamw,
-    torch_step,
-    transformers_model,
     transformers_step,
 )
 from picotron.model.families import model_cost
@@ -68,46 +66,42 @@ def ours(name: str, layout: dict[str, Any], **training: Any) -> Variant:
     return Variant(name, partial(picotron_step, **training), (layout,), RANKS)
 
 
-def one() -> list[Comparison]:
-    found = []
-    for compiled in (False, True) if ON_GPU else (False,):
-        suffix = ", compiled" if compiled else ""
-        theirs = Variant(f"transformers{suffix}", transformers_step, (1, False, compiled))
-        mine = Variant(f"picotron{suffix}", partial(picotron_step, compile=compiled), ({},))
-        found.append(("One process", [theirs, mine], tokens_of()))
-    return found
+def theirs(name: str, *arguments: Any) -> Variant:
+    return Variant(f"transformers, {name}", transformers_step, (RANKS, *arguments), RANKS)
 
 
-def dp() -> list[Comparison]:
-    theirs = Variant("transformers, DistributedDataParallel", transformers_step, (RANKS, True), RANKS)
-    mine = [ours(f"picotron, {engine}", {"dp_size": RANKS, "dp_engine": engine}) for engine in ("bucket", "naive")]
-    return [("Two data-parallel processes", [theirs, *mine], tokens_of(RANKS))]
+def compiled(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile()
+    return model
 
 
-def zero_redundancy_step(rank: int) -> Callable[[], Any]:
-    """Return a step with DistributedDataParallel and ZeroRedundancyOptimizer."""
-    device = device_of(rank)
-    model = DistributedDataParallel(transformers_model(device, RANKS), gradient_as_bucket_view=True)
-    optimizer = torch_adamw(model.parameters(), ZeroRedundancyOptimizer)
-    return torch_step(model, optimizer, loader_of(run_config({"dp_size": RANKS}), device))
+def replicated(model: Any) -> Any:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fully_shard_step(rank: int) -> Callable[[], Any]:
-    """Return a step with FSDP2, one unit per layer; on a GPU, it computes in bfloat16 and reduces in float32."""
-    device = device_of(rank)
-    model = transformers_model(device, RANKS)
+def sharded(model: Any) -> Any:
+    """Apply FSDP2, one unit per layer; on a GPU, it computes in bfloat16 and reduces in float32."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if ON_GPU else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return torch_step(model, torch_adamw(model.parameters()), loader_of(run_config({"dp_size": RANKS}), device))
+    return fully_shard(model, mp_policy=policy)
 
 
-def zero(engine: str, name: str, prepare: Callable[[int], Callable[[], Any]]) -> list[Comparison]:
+def one() -> list[Comparison]:
+    baseline, mine = Variant("transformers", transformers_step), Variant("picotron", picotron_step, ({},))
+    found = [("One process", [baseline, mine], tokens_of())]
+    if ON_GPU:
+        baseline = Variant("transformers, compiled", transformers_step, (1, compiled))
+        mine = Variant("picotron, compiled", partial(picotron_step, compile=True), ({},))
+        found.append(("One process", [baseline, mine], tokens_of()))
+    return found
+
+
+def data_parallel(engine: str, baseline: Variant) -> list[Comparison]:
+    """Compare an engine and plain buckets with a trainer of torch."""
     mine = [ours(f"picotron, {each}", {"dp_size": RANKS, "dp_engine": each}) for each in ("bucket", engine)]
-    return [
-        (f"Two processes, {engine}", [Variant(f"transformers, {name}", prepare, (), RANKS), *mine], tokens_of(RANKS))
-    ]
+    return [(f"Two data-parallel processes, {engine}", [baseline, *mine], tokens_of(RANKS))]
 
 
 def tp() -> list[Comparison]:
@@ -115,9 +109,9 @@ def tp() -> list[Comparison]:
     found = []
     for sp in (False, True):
         text = ", + sequence parallel" if sp else ""
-        theirs = Variant(f"torch, tensor and loss parallel{text}", tensor_parallel_step, (sp,), RANKS)
+        baseline = Variant(f"torch, tensor and loss parallel{text}", tensor_parallel_step, (sp,), RANKS)
         mine = ours(f"picotron{text}", {"tp_size": RANKS, "sequence_parallel": sp})
-        found.append(("Two tensor-parallel processes", [theirs, mine], tokens_of()))
+        found.append(("Two tensor-parallel processes", [baseline, mine], tokens_of()))
     return found
 
 
@@ -188,7 +182,8 @@ def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any
 def cp() -> list[Comparison]:
     found = []
     for length in LENGTHS:
-        sizes = {"seq_length": length, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "layers": CP_LAYERS}
+        sizes: dict[str, Any] = {"seq_length": length, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
+        sizes["shape"] = model_config(CP_LAYERS, length)
         alone = partial(picotron_step, threads=RANKS, **sizes)
         variants = [Variant(f"one process{f', {RANKS} threads' * (not ON_GPU)}", alone, ({},))]
         for engine, sharding in (
@@ -205,9 +200,11 @@ def cp() -> list[Comparison]:
 
 COMPARISONS: dict[str, Callable[[], list[Comparison]]] = {
     "one": one,
-    "dp": dp,
-    "zero1": partial(zero, "zero1", "DistributedDataParallel, ZeroRedundancyOptimizer", zero_redundancy_step),
-    "zero3": partial(zero, "zero3", "fully_shard", fully_shard_step),
+    "dp": lambda: data_parallel("naive", theirs("DistributedDataParallel", replicated)),
+    "zero1": lambda: data_parallel(
+        "zero1", theirs("DistributedDataParallel, ZeroRedundancyOptimizer", replicated, ZeroRedundancyOptimizer)
+    ),
+    "zero3": lambda: data_parallel("zero3", theirs("fully_shard", sharded)),
     "tp": tp,
     "cp": cp,
 }

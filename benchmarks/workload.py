@@ -8,7 +8,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -19,18 +18,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
-from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
+from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.weights import initial_weights
 from picotron.optimizer import AdamW, update_weights
 from picotron.pipeline_parallel.pipeline_parallel import Step
 from picotron.process_group_manager import setup_process_group_manager
 from workbench.console import number
 from workbench.pipelines.engine import make_train_step, plan_pipeline
-from workbench.pipelines.modules import LlamaStages
 from workbench.run.config_reader import parse_config
 from workbench.run.launch import keep_freed_memory
 from workbench.run.metrics import global_mean
-from workbench.variants.choose import build_model
+from workbench.variants.choose import build_model, build_stage
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments
@@ -91,42 +89,29 @@ def loader_of(config: Config, device: torch.device) -> MicroBatchDataLoader:
     return MicroBatchDataLoader(TextRows(tokens, config.training.seq_length), config, device)
 
 
-def model_of(
-    config: Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    layers: int = LAYERS,
-    wrapper: Callable[..., Any] = DataParallelBucket,
-) -> Any:
-    """Build this rank's part of the model as train.py does, with `wrapper` instead of `DataParallelBucket`."""
-    layout, shape = config.distributed, model_config(layers, config.training.seq_length)
+def parts_of(config: Config, device: torch.device, dtype: torch.dtype, shape: LlamaConfig) -> tuple[Any, ...]:
+    """Create the process groups, and return what this rank's part of the model is built from."""
+    layout = config.distributed
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    weights = initial_weights(shape, config.training.seed)
-    with mock.patch("workbench.variants.choose.DataParallelBucket", wrapper):
-        return build_model(config, shape, plan_pipeline(config, shape).wrap, device, dtype, weights)
+    return config, shape, plan_pipeline(config, shape).wrap, device, dtype, initial_weights(shape, config.training.seed)
 
 
-def stage_of(config: Config, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> LlamaStages:
+def stage_of(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """Build the model without data parallelism, for torch's trainers, which read `grad` instead of `main_grad`."""
-    return model_of(config, device, dtype, layers, wrapper=lambda stage: stage)
+    return build_stage(*parts_of(config, device, dtype, model_config()))
 
 
 def training_of(
-    config: Config, device: torch.device, layers: int = LAYERS
+    config: Config, device: torch.device, shape: LlamaConfig
 ) -> tuple[Step, DataParallel, MicroBatchDataLoader]:
     """Return this rank's training step and its arguments: the model and the data loader."""
-    dtype, shape = getattr(torch, config.model.dtype), model_config(layers, config.training.seq_length)
-    model = model_of(config, device, dtype, layers)
-    step = make_train_step(config, plan_pipeline(config, shape), device, dtype)
-    return step, model, loader_of(config, device)
+    dtype = getattr(torch, config.model.dtype)
+    model = build_model(*parts_of(config, device, dtype, shape))
+    return make_train_step(config, plan_pipeline(config, shape), device, dtype), model, loader_of(config, device)
 
 
 def picotron_step(
-    rank: int,
-    layout: dict[str, Any],
-    layers: int = LAYERS,
-    threads: int = 1,
-    **training: Any,
+    rank: int, layout: dict[str, Any], shape: LlamaConfig | None = None, threads: int = 1, **training: Any
 ) -> Callable[[], Any]:
     """Return a step of picotron: forward and backward, clipping and optimizer. It returns the loss of all ranks.
 
@@ -137,8 +122,8 @@ def picotron_step(
     torch.set_num_threads(threads)
     if not ON_GPU:
         keep_freed_memory()  # as train.py does
-    device, config = device_of(rank), run_config(layout, **training)
-    train_step, model, loader = training_of(config, device, layers)
+    config = run_config(layout, **training)
+    train_step, model, loader = training_of(config, device_of(rank), shape or model_config())
     optimizer = AdamW(model, config.training, fused=True)
 
     def step() -> Tensor:
@@ -149,18 +134,19 @@ def picotron_step(
     return step
 
 
-def transformers_step(rank: int, dp_size: int, ddp: bool, compiled: bool = False) -> Callable[[], Any]:
-    """Return a step of transformers' model in a plain loop or in DistributedDataParallel; on a GPU, under bfloat16
-    autocast.
+def transformers_step(
+    rank: int, dp_size: int = 1, wrap: Callable[[Any], Any] = lambda model: model, optimizer: Any = None
+) -> Callable[[], Any]:
+    """Return a step of transformers' model, on a GPU under bfloat16 autocast.
+
+    Args:
+        wrap: function that returns the model as the step calls it, such as in DistributedDataParallel.
+        optimizer: see `torch_adamw`.
     """
-    device, config = device_of(rank), run_config({"dp_size": dp_size})
-    model = transformers_model(device, dp_size)
-    if compiled:
-        for layer in model.model.layers:
-            layer.compile()
-    if ddp:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return torch_step(model, torch_adamw(model.parameters()), loader_of(config, device))
+    device = device_of(rank)
+    model = wrap(transformers_model(device, dp_size))
+    loader = loader_of(run_config({"dp_size": dp_size}), device)
+    return torch_step(model, torch_adamw(model.parameters(), optimizer), loader)
 
 
 def transformers_model(device: torch.device, dp_size: int) -> Any:

@@ -16,20 +16,19 @@ An adapter is a Python file whose functions are named as the puzzles' files, wit
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picotron.console import UserError
 from puzzles.catalogue import PUZZLES, Puzzle, find
-from workbench.console import text_table
+from workbench.console import print_line, text_table
 from workbench.files import read_object, write_atomically
 from workbench.run.start_method import START_METHOD
 
 if TYPE_CHECKING:
-    from conformance.worker_pool import WorkerPool
     from puzzles.report import Report
 
 OUTPUT = Path("runs/puzzles")
@@ -55,49 +54,49 @@ def list_puzzles(folder: Path) -> None:
     for puzzle in PUZZLES:
         known = progress[puzzle.name]
         state = f"solved  {known.get('text', '')}".strip() if known["solved"] else ""
-        table.append(
-            [str(puzzle.number), puzzle.topic, puzzle.level, puzzle.title, puzzle.page.partition("#")[0], state]
-        )
-    print(text_table(table))
-    print("\nSome puzzles have a score; lower is better. An answer is RIGHT if its score is at most par;")
-    print("best known is the best that we have found.")
-    print(f"{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. ", end="")
-    print("Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER")
+        page = puzzle.page.partition("#")[0]
+        table.append([str(puzzle.number), puzzle.topic, puzzle.level, puzzle.title, page, state])
+    print_line(text_table(table))
+    print_line(
+        "\nSome puzzles have a score; lower is better. An answer is RIGHT if its score is at most par;\n"
+        "best known is the best that we have found.\n"
+        f"{sum(each['solved'] for each in progress.values())} of {len(PUZZLES)} solved. "
+        "Edit a file puzzles/p*.py, and check it with: python -m puzzles NUMBER"
+    )
 
 
-def start_pool() -> "WorkerPool":
-    """Return the processes in which answers run."""
+def check(puzzles: Sequence[Puzzle], adapter: Path | None) -> list["Report"]:
+    """Check the learner's answers, or the functions of an adapter."""
     from conformance.worker_pool import WorkerPool  # imports torch
 
     # Forked processes start without importing torch again. (A fork after torch has computed could hang; it has not.)
-    return WorkerPool(context=multiprocessing.get_context(START_METHOD))
-
-
-def report_of(puzzle: Puzzle, path: Path, folder: Path, adapter: bool = False) -> "Report":
-    """Check an answer, print the result, and write its picture. Returns the report."""
-    pool = start_pool()
+    pool = WorkerPool(context=multiprocessing.get_context(START_METHOD))
     from puzzles.harness import run
 
-    report = run(puzzle, path, pool, adapter=adapter)
+    found = [run(puzzle, adapter or puzzle.path, pool, adapter=adapter is not None) for puzzle in puzzles]
     pool.close()
-    print(f"{report.verdict}: puzzle {puzzle.number}, {puzzle.title}")
-    for line in filter(None, (report.sentence, report.score and f"score: {report.score}")):
-        print(line)
+    return found
+
+
+def show(puzzle: Puzzle, report: "Report", folder: Path) -> None:
+    """Print the result of a check, and write its files."""
+    print_line(f"{report.verdict}: puzzle {puzzle.number}, {puzzle.title}")
+    for line in filter(None, (report.sentence, f"score: {report.score}" if report.score else "")):
+        print_line(line)
     files = {f"{puzzle.name}.svg": report.picture} | report.files if report.picture else report.files
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_atomically(folder / name, text)
     if files:
-        print(f"see {' and '.join(str(folder / name) for name in files)}")
-    return report
+        print_line(f"see {' and '.join(str(folder / name) for name in files)}")
 
 
-def check(puzzle: Puzzle, folder: Path) -> bool:
-    """Check the learner's file, print the result, and remember it. Returns whether the answer is right."""
-    report, progress = report_of(puzzle, puzzle.path, folder), read_progress(folder)
+def remember(puzzle: Puzzle, report: "Report", folder: Path) -> None:
+    """Note that an answer is right, and print what to read and to solve next; or how to get a hint."""
+    progress = read_progress(folder)
+    known = progress[puzzle.name]
     if report.verdict == "RIGHT":
-        print(f"in picotron: {puzzle.place}")
-        known = progress[puzzle.name]
+        print_line(f"in picotron: {puzzle.place}")
         if report.score and report.score.value <= known.get("score", report.score.value):
             known |= {"score": report.score.value, "text": report.score.text}
         known["solved"] = True
@@ -106,29 +105,24 @@ def check(puzzle: Puzzle, folder: Path) -> bool:
         others = PUZZLES[place + 1 :] + PUZZLES[:place]
         following = next((each for each in others if not progress[each.name]["solved"]), None)
         to_read = following and f"next: puzzles/{following.path.name}, after {following.page.partition('#')[0]}"
-        print(to_read or "You have solved all puzzles.")
-    elif progress[puzzle.name]["hints"] < len(puzzle.hints):
-        print(f"for a hint: python -m puzzles {puzzle.number} --hint")
-    return report.verdict == "RIGHT"
+        print_line(to_read or "You have solved all puzzles.")
+    elif known["hints"] < len(puzzle.hints):
+        print_line(f"for a hint: python -m puzzles {puzzle.number} --hint")
 
 
 def check_adapter(adapter: Path) -> bool:
     """Check all functions of an adapter, and print a row for each puzzle. Returns whether it offers a function, and all
     that it offers are right.
     """
-    pool = start_pool()
-    from puzzles.harness import run
-
-    reports = {puzzle: run(puzzle, adapter, pool, adapter=True) for puzzle in PUZZLES}
-    pool.close()
-    print(text_table([["", "function", "verdict", "score"], *([
+    reports = dict(zip(PUZZLES, check(PUZZLES, adapter), strict=True))
+    print_line(text_table([["", "function", "verdict", "score"], *([
         str(puzzle.number), puzzle.name, report.verdict.lower(), report.score.text if report.score else ""
     ] for puzzle, report in reports.items())]))  # fmt: skip
     offered = {puzzle: report for puzzle, report in reports.items() if report.verdict != "NOT OFFERED"}
     wrong = {puzzle: report for puzzle, report in offered.items() if report.verdict != "RIGHT"}
-    print(f"\n{len(offered) - len(wrong)} of {len(offered)} offered functions are right.")
+    print_line(f"\n{len(offered) - len(wrong)} of {len(offered)} offered functions are right.")
     for puzzle, report in wrong.items():
-        print(f"{puzzle.name}: {report.sentence}")
+        print_line(f"{puzzle.name}: {report.sentence}")
     return bool(offered) and not wrong
 
 
@@ -138,8 +132,8 @@ def hint(puzzle: Puzzle, folder: Path) -> None:
     count = progress[puzzle.name]["hints"] = min(progress[puzzle.name]["hints"] + 1, len(puzzle.hints))
     write_progress(folder, progress)
     for number, text in enumerate(puzzle.hints[:count], start=1):
-        print(textwrap.fill(f"hint {number} of {len(puzzle.hints)}: {text}", 100))
-    print(f"to read: {puzzle.page}")
+        print_line(textwrap.fill(f"hint {number} of {len(puzzle.hints)}: {text}", 100))
+    print_line(f"to read: {puzzle.page}")
 
 
 def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
@@ -156,11 +150,11 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     options = parser.parse_args(arguments)
     if options.adapter is not None and not options.adapter.is_file():
         parser.error(f"there is no file {options.adapter}")
-    if options.puzzle is None and options.adapter is not None:
-        return 0 if check_adapter(options.adapter) else 1
     if options.puzzle is None:
         if options.hint or options.solution:
             parser.error("name a puzzle, such as: python -m puzzles 7 --hint")
+        if options.adapter:
+            return int(not check_adapter(options.adapter))
         list_puzzles(folder)
         return 0
     puzzle = find(options.puzzle)
@@ -169,26 +163,23 @@ def main(arguments: list[str] | None = None, folder: Path = OUTPUT) -> int:
     if options.hint:
         hint(puzzle, folder)
     elif options.solution:
-        print(puzzle.solution.read_text(), end="")
-    elif options.adapter is not None:
-        return 0 if report_of(puzzle, options.adapter, folder, adapter=True).verdict == "RIGHT" else 1
-    elif not puzzle.path.exists():
+        print_line(puzzle.solution.read_text(), end="")
+    elif not (options.adapter or puzzle.path).exists():
         parser.error(f"there is no {puzzle.path}; restore it with: git checkout -- {puzzle.path}")
     else:
-        return 0 if check(puzzle, folder) else 1
+        (report,) = check([puzzle], options.adapter)
+        show(puzzle, report, folder)
+        if not options.adapter:
+            remember(puzzle, report, folder)
+        return int(report.verdict != "RIGHT")
     return 0
 
 
 if __name__ == "__main__":
     try:
-        status = main()
-        sys.stdout.flush()
-        sys.exit(status)
+        sys.exit(main())
     except ModuleNotFoundError as error:
         remedy = "run `make setup`, and activate the environment: source .venv/bin/activate"
         sys.exit(f"error: {error.name} is not installed here; {remedy}")
-    except BrokenPipeError:  # from `python -m puzzles | head`; without this, the flush at exit would fail, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")

@@ -30,6 +30,13 @@ def not_a_tensor(operation: str, x: Any) -> Misuse:
     return Misuse(f"{operation} takes a tensor in float64, but got {got}{remedy}")
 
 
+def fresh(argument: Any) -> Any:
+    """Return a copy of a tensor, without its graph, and anything else as it is."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
+
+
 class Group:
     """n ranks that communicate. Collectives are called by all ranks in the same order, on tensors of equal shapes in
     float64. They return a new tensor and leave their argument unchanged. Autograd does not see them. Each docstring has
@@ -118,14 +125,14 @@ class Group:
         self._forbidden = operations
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        """Call the learner's function on all ranks. Returns its result and how many numbers this rank has sent, if
-        collectives use a ring.
+        """Call the learner's function on all ranks, with copies of tensors. Returns its result and how many numbers
+        this rank has sent, if collectives use a ring.
 
         Raises:
             Misuse: the ranks called different collectives, or a message was not received.
         """
         self._begin()
-        result = function(*arguments)
+        result = function(*map(fresh, arguments))
         self._agree("has returned")
         problem = ""
         for to, counts in enumerate(self.gather(self._received)):

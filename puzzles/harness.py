@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -103,26 +104,14 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
 
 def hanging(files: list[Path], path: Path, ranks: int, limit: float) -> str:
     """Describe where the ranks were at the time limit, from the stacks that `faulthandler` has written."""
-    places: dict[tuple[str, str], list[str]] = {}  # ranks by what they did, and where
+    places = defaultdict[str, list[str]](list)  # ranks by where they were
     for file in files:
         stack = file.read_text()
         match = re.search(rf'File "{re.escape(str(path))}", line (\d+)', stack)
         inner = re.search(r'File "([^"]+)"', stack)
         waits = ranks > 1 and inner is not None and re.search("torch/distributed/|puzzles/group.py", inner[1])
-        if match:
-            place = f"in line {match[1]}, `{linecache.getline(str(path), int(match[1])).strip()}`"
-        else:
-            place = "for the other ranks to return" if waits else "in the check"
-        places.setdefault(("wait" if waits else "are", place), []).append(file.stem)
-    if ranks == 1:
-        where = next(place for _, place in places)
-    else:
-        where = "; ".join(f"{doing(those, verb)} {place}" for (verb, place), those in places.items())
-    return f"still running after {limit:g} s: {where}"
-
-
-def doing(ranks: list[str], verb: str) -> str:
-    """Return "rank 0 waits" or "ranks 0, 1 and 2 wait"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {'is' if verb == 'are' else verb + 's'}"
-    return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} {verb}"
+        line = match and f"in line {match[1]}, `{linecache.getline(str(path), int(match[1])).strip()}`"
+        place = line or ("for the other ranks to return" if waits else "in the check")
+        places[("waits " if waits else "") + place].append(file.stem)
+    where = [place if ranks == 1 else f"rank {', '.join(stuck)}: {place}" for place, stuck in places.items()]
+    return f"still running after {limit:g} s: {'; '.join(where)}"

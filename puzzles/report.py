@@ -65,6 +65,12 @@ class Report:
         """Name the input of the next call of the learner's code, and drop what belongs to an earlier one."""
         self.case, self.picture, self.score = case, "", None
 
+    def ask(self, learner: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a function of the learner's code. The case is this call, in which the last arguments have names."""
+        words = [*map(repr, arguments), *(f"{key}={value}" for key, value in named.items())]
+        self.begin(f"{name}({', '.join(words)})")
+        return getattr(learner, name)(*arguments, *named.values())
+
 
 def kind(value: Any) -> str:
     """Describe a value: a tensor by its shape and dtype, anything else by its type and text."""

@@ -6,6 +6,7 @@ All functions return a new tensor. Sizes and indices are in `size[axis]` and `ra
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,8 +127,13 @@ def launch(train: Callable[..., tuple[nn.Module, list[float]]], *axes: str) -> N
         parser.add_argument(f"--{axis}", type=int, default=1)
     sizes = vars(parser.parse_args())
     dist.init_process_group("gloo")
+    run(partial(train, **sizes), **sizes)
+
+
+def run(train: Callable[[], tuple[nn.Module, list[float]]], **sizes: int) -> None:
+    """Train on all ranks, print the losses once, and disconnect."""
     check_sizes(**sizes)
-    _, losses = train(**sizes)
+    _, losses = train()
     if dist.get_rank() == 0:
         llama.print_losses(losses)
     dist.barrier()  # no rank ends while another one still communicates with it

@@ -74,9 +74,4 @@ def train() -> tuple[nn.Module, list[float]]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR and so on, from torchrun
-    communication.check_sizes(pp=dist.get_world_size())
-    trained = train()
-    if dist.get_rank() == 0:
-        llama.print_losses(trained[1])
-    dist.barrier()  # no rank ends while another one still communicates with it
-    dist.destroy_process_group()
+    communication.run(train, pp=dist.get_world_size())

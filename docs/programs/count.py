@@ -19,6 +19,7 @@ from torch import Tensor
 
 from docs.programs.quickstart import quickstart, stage_of
 from picotron.config import Config
+from picotron.model.families import model_cost
 from workbench.console import text_table
 from workbench.explain.explain import run_rank
 from workbench.explain.fake_group import fake_rank
@@ -32,6 +33,7 @@ MODEL = load_model_config(CONFIG.model)
 B, T = CONFIG.training.micro_batch_size, CONFIG.training.seq_length
 L, D, F = MODEL.num_hidden_layers, MODEL.hidden_size, MODEL.intermediate_size
 HD, KD = MODEL.num_attention_heads * MODEL.head_dim, MODEL.num_key_value_heads * MODEL.head_dim
+P = model_cost(MODEL, T).parameters
 BTD = 4 * B * T * D / MIB
 one_micro_batch = functools.partial(quickstart, gradient_accumulation_steps=1)
 Row = tuple[Any, ...]
@@ -52,12 +54,6 @@ def traffic(config: Config, axis: str = "") -> Traffic:
             sent.counts[message.operation] += times
             sent.mib[message.operation] += times * message.sent / MIB
     return sent
-
-
-@functools.cache
-def number_of_parameters() -> int:
-    with fake_rank(0, CONFIG.distributed):
-        return sum(p.numel() for p in stage_of(CONFIG).parameters())
 
 
 TP_LAYOUTS = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp_size, sequence_parallel
@@ -132,7 +128,7 @@ def bytes_sent() -> Iterator[Row]:
             config = quickstart(dp_size=n, dp_engine=engine, gradient_accumulation_steps=m)
             config = with_keys(config, model={"dtype": "bfloat16"})
             counts, mib = traffic(config, axis="cp_dp")
-            sent = sum(mib.values()) * MIB / number_of_parameters()
+            sent = sum(mib.values()) * MIB / P
             yield f"n = {n}, {engine}", m, counts.total(), sent, full * (n - 1) / n
 
 
@@ -140,7 +136,7 @@ def keys_and_values_sent() -> Iterator[Row]:
     """Traffic of a rank per micro-batch: for the attention of one layer, with q = B T H d queries and kv = 2 B T K d
     keys and values; and to average the gradients, 2 (cp - 1)/cp P numbers.
     """
-    q, kv, P = (4 * n / MIB for n in (B * T * HD, 2 * B * T * KD, number_of_parameters()))
+    q, kv = 4 * B * T * HD / MIB, 8 * B * T * KD / MIB
     formulas: dict[str, tuple[str, Callable[[int], float]]] = {
         "ring": ("(3 cp - 2)/cp kv", lambda cp: (3 * cp - 2) / cp * kv),
         "all_gather": ("3 (cp - 1)/cp kv", lambda cp: 3 * (cp - 1) / cp * kv),
@@ -151,7 +147,14 @@ def keys_and_values_sent() -> Iterator[Row]:
         for engine, (text, formula) in formulas.items():
             _, mib = traffic(one_micro_batch(cp_size=cp, cp_engine=engine))
             gradients = mib.pop("all-reduce")
-            yield f"cp {cp}, {engine}", sum(mib.values()) / L, formula(cp), text, gradients, 2 * (cp - 1) / cp * P
+            yield (
+                f"cp {cp}, {engine}",
+                sum(mib.values()) / L,
+                formula(cp),
+                text,
+                gradients,
+                2 * (cp - 1) / cp * 4 * P / MIB,
+            )
 
 
 PAGES = {

@@ -3,6 +3,8 @@
 python -m docs.programs.pictures shards --out docs/pictures/shards.svg
 """
 
+import math
+
 from conformance.worker_pool import WorkerPool
 from docs.programs import svg
 from docs.programs.collectives import COLLECTIVES, before_and_after
@@ -201,13 +203,6 @@ def dispatch(ep: int = 2, experts: int = 4) -> str:
     return str(picture)
 
 
-def following(grid: pgm.ProcessGroupManager, axis: str) -> list[int]:
-    """Return the next rank of a rank's group along an axis; no rank for the last one."""
-    ranks = getattr(grid, f"{axis}_group_ids")
-    place = ranks.index(grid.global_rank) + 1
-    return list(ranks[place : place + 1])
-
-
 SPLIT = {  # by axis: what it splits, and what the ranks of a group exchange
     "dp": ("the batch", "gradients"),
     "pp": ("the layers", "hidden states"),
@@ -217,10 +212,12 @@ SPLIT = {  # by axis: what it splits, and what the ranks of a group exchange
 
 
 def axes(size: int = 2) -> str:
-    """Draw 16 ranks four times, once for each axis: the colour is the part that a rank holds, arrows join a group."""
+    """Draw 16 ranks four times, once for each axis: the colour is the part that a rank holds, arrows join a group. The
+    places are those of a tesseract, so that no rank lies between two others of a group.
+    """
     layout = quickstart(**{f"{axis}_size": size for axis in SPLIT}).distributed
-    box, near, far, panel, top = 30, 56, 120, WIDTH / 4, 2 * LINE + 32
-    picture = Svg(WIDTH, top + near + far + box)
+    box, skew, near, far, panel, top = 30, 22, 60, 112, WIDTH / 4, 2 * LINE + 12
+    picture = Svg(WIDTH, top + skew + near + far + box)
     for number, (axis, (what, exchanged)) in enumerate(SPLIT.items()):
         left = number * panel
         picture.text(left, 16, f"{axis} splits {what}", "title")
@@ -230,30 +227,19 @@ def axes(size: int = 2) -> str:
             with fake_rank(rank, layout):
                 grids.append(pgm.process_group_manager)
         places = [
-            (left + 22 + far * grid.pp_rank + near * grid.tp_rank, top + far * grid.dp_rank + near * grid.cp_rank)
+            (left + far * grid.pp_rank + near * grid.tp_rank + skew * grid.cp_rank,
+             top + far * grid.dp_rank + near * grid.cp_rank + skew * grid.tp_rank)
             for grid in grids
-        ]
+        ]  # fmt: skip
         for rank, (grid, (x, y)) in enumerate(zip(grids, places, strict=True)):
             part = getattr(grid, f"{axis}_rank")
             picture.box(x, y, box, box, RANKS[2 * part], str(rank), title=f"rank {rank}: {axis} {part}")
-            for other in following(grid, axis):
-                lane = grid.cp_rank if axis == "dp" else grid.tp_rank
-                link(picture, (x, y), places[other], box, lane, f"{axis}: ranks {rank} and {other}")
+            for other in getattr(grid, f"{axis}_group_ids")[part + 1 : part + 2]:
+                dx, dy = places[other][0] - x, places[other][1] - y
+                x0, y0, trim = x + box / 2, y + box / 2, 21 / math.hypot(dx, dy)
+                points = [x0 + trim * dx, y0 + trim * dy, x0 + (1 - trim) * dx, y0 + (1 - trim) * dy]
+                picture.arrow(*points, double=True, title=f"{axis}: ranks {rank} and {other}")
     return str(picture)
-
-
-def link(picture: Svg, start: tuple[float, float], end: tuple[float, float], box: float, lane: int, title: str) -> None:
-    """Add an arrow between two boxes of a row or of a column; around the boxes between them, in a lane of its own."""
-    along = 0 if start[1] == end[1] else 1
-    middle, side = start[1 - along] + box / 2, start[1 - along] - 3
-    if end[along] - start[along] < 2 * box:
-        bent = [(start[along] + box + 3, middle), (end[along] - 3, middle)]
-    else:
-        first, last = (place[along] + box / 2 + 12 * lane - 6 for place in (start, end))
-        out = side - 8 - 8 * lane
-        bent = [(first, side), (first, out), (last, out), (last, side)]
-    numbers = (number for point in bent for number in (point if along == 0 else point[::-1]))
-    picture.arrow(*numbers, double=True, title=title)
 
 
 if __name__ == "__main__":

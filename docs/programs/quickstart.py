@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from picotron.config import Config, Training
-from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import Shard, placement
 from picotron.model.weights import initial_weights
 from workbench.explain.fake_group import fake_rank
 from workbench.pipelines.engine import plan_pipeline
-from workbench.pipelines.modules import LlamaStages
 from workbench.run.config_reader import load_config
 from workbench.run.model_config import load_model_config
-from workbench.variants.choose import build_model
+from workbench.variants.choose import build_stage
 
 CPU = torch.device("cpu")
 
@@ -36,18 +34,11 @@ def quickstart(**changes: Any) -> Config:
     return load_config(arguments)
 
 
-def model_of(config: Config, dtype: torch.dtype = torch.float32) -> DataParallel:
-    """Build this rank's part of the model, as train.py does."""
-    model_config = load_model_config(config.model)
-    weights = initial_weights(model_config, config.training.seed)
-    return build_model(config, model_config, plan_pipeline(config, model_config).wrap, CPU, dtype, weights)
-
-
-def stage_of(config: Config) -> LlamaStages:
-    """Build this rank's part of the model, without the wrapper of data parallelism."""
-    stage = model_of(config).module
-    assert isinstance(stage, LlamaStages)
-    return stage
+def stage_of(config: Config) -> Any:
+    """Build this rank's part of the model as train.py does, without the wrapper of data parallelism."""
+    model = load_model_config(config.model)
+    weights = initial_weights(model, config.training.seed)
+    return build_stage(config, model, plan_pipeline(config, model).wrap, CPU, torch.float32, weights)
 
 
 def layer_shards(tp: int) -> dict[str, tuple[torch.Size, list[Shard]]]:

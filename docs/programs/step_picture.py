@@ -61,16 +61,19 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[list[Call]] = [[]]
 
-    def noting(self, function: Callable[..., Any], describe: Callable[..., tuple[str, str]]) -> Callable[..., Any]:
-        """Return a function that notes when it is called, and when it returns or (of messages) when it is waited for.
+    def note(self, owner: Any, name: str, shown: str, row: Callable[..., str] = lambda *_, **__: "computes") -> None:
+        """Replace a function by one that notes when it is called, and when it returns or (of messages) is waited for.
 
         Args:
-            describe: function that returns the row and the name of a call.
+            owner, name: its module or class, and its name there.
+            shown: name of its calls.
+            row: function of its arguments that returns the row of a call.
         """
+        function = getattr(owner, name)
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            noted = Call(*describe(*arguments, **options), time.perf_counter(), 0)
+            noted = Call(row(*arguments, **options), shown, time.perf_counter(), 0)
             self.steps[-1].append(noted)
             result = function(*arguments, **options)
             noted.end = time.perf_counter()
@@ -78,24 +81,15 @@ class Recorder:
                 return [Noted(work, noted) for work in result]
             return Noted(result, noted) if isinstance(result, dist.Work) else result
 
-        return call
-
-    def computes(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self.noting(function, lambda *_, **__: ("computes", name))
-
-    def collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self.noting(function, lambda *_, group=None, **__: (row_of(group or dist.group.WORLD), name))
-
-    def messages(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def describe(operations: list[dist.P2POp]) -> tuple[str, str]:
-            return row_of(operations[0].group), " and ".join(each.op.__name__ for each in operations)
-
-        return self.noting(function, describe)
+        setattr(owner, name, call)
 
 
-def row_of(group: Any) -> str:
-    """Return the axis of a group; that of both ranks that hold the tied embedding is a part of a pp group."""
-    return axis_of(group).removeprefix("within ")
+def row_of(*operations: Any, group: Any = None, **_: Any) -> str:
+    """Return the axis of a collective or of messages; that of the ranks that hold a tied embedding is a part of pp."""
+    if isinstance(operations[0], list):
+        group = operations[0][0].group
+    members: Any = group or dist.group.WORLD
+    return axis_of(members).removeprefix("within ")
 
 
 class Noted:
@@ -118,15 +112,13 @@ def record(out: Path, config: Config, model_config: PreTrainedConfig) -> None:
         dist.barrier()  # a rank that was late in the step before is not late in this one
         recorder.steps.append([])
 
-    patched: Any = dist
-    patched.all_reduce = recorder.collective("all-reduce", dist.all_reduce)
-    patched.batch_isend_irecv = recorder.messages(dist.batch_isend_irecv)
-    for name, operation in (("all_gather_single", "all-gather"), ("reduce_scatter_single", "reduce-scatter")):
-        setattr(tp_communications, name, recorder.collective(operation, getattr(tp_communications, name)))
-    parts: Any = PipelineParallel
-    parts.forward, parts.backward = recorder.computes("F", parts.forward), recorder.computes("B", parts.backward)
-    optimizer: Any = AdamW
-    optimizer.step = recorder.computes("update", optimizer.step)
+    recorder.note(PipelineParallel, "forward", "F")
+    recorder.note(PipelineParallel, "backward", "B")
+    recorder.note(AdamW, "step", "update")
+    recorder.note(dist, "all_reduce", "all-reduce", row_of)
+    recorder.note(dist, "batch_isend_irecv", "message", row_of)
+    recorder.note(tp_communications, "all_gather_single", "all-gather", row_of)
+    recorder.note(tp_communications, "reduce_scatter_single", "reduce-scatter", row_of)
     Metrics.start_step = start  # type: ignore[method-assign]
     train.train(config, model_config, None)
     if pgm.process_group_manager.global_rank == 0:

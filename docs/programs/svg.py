@@ -5,10 +5,10 @@ kinds of tensors, `RUNS` runs and other lines.
 """
 
 import argparse
+import io
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.drawing.draw_svg import LINE, WIDTH, Svg
 
@@ -21,47 +21,28 @@ TENSORS = {  # those that stay between steps are green, the others brown (ColorB
     "temporary": "#f3e2b6",
 }
 RUNS = ["#2a8fd0", "#d9662b", "#1c9c78", "#b0559a", "#8d8420"]  # of lines and dots: legible on white and on black
+GREY = "#888888"  # of text and axes in plots: likewise
+PLOTS: dict[Any, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY) | {
+    "font.size": 13, "legend.fontsize": 11, "legend.frameon": False, "axes.grid": True, "grid.alpha": 0.3, "svg.fonttype": "none", "svg.hashsalt": "picotron",
+}  # fmt: skip
 
 
-class Panel(NamedTuple):
-    """A diagram in a drawing. On a logarithmic axis, numbers and limits are logarithms.
+def plots(rows: int, columns: int, height: float, draw: Callable[..., None]) -> str:
+    """Draw diagrams with matplotlib.
 
     Args:
-        left, top, width, height: its place, in pixels.
-        across, up: the limits of its axes.
+        height: of the picture, as a fraction of its width.
+        draw: function of the diagrams' axes, row by row, which draws them.
     """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    svg: Svg
-    left: float
-    top: float
-    width: float
-    height: float
-    across: tuple[float, float]
-    up: tuple[float, float]
-
-    def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return the pixels of a point."""
-        right, above = (
-            (each - low) / (high - low) for each, (low, high) in zip((x, y), (self.across, self.up), strict=True)
-        )
-        return self.left + right * self.width, self.top + (1 - above) * self.height
-
-    def line(self, points: Sequence[tuple[float, float]], colour: str, thickness: float = 3) -> None:
-        text = " ".join("{:.1f},{:.1f}".format(*self.place(*point)) for point in points)
-        self.svg.parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="{thickness:g}"/>')
-
-    def dot(self, x: float, y: float, colour: str, title: str = "") -> None:
-        place = 'cx="{:.1f}" cy="{:.1f}"'.format(*self.place(x, y))
-        self.svg.parts.append(
-            f'<circle class="action" {place} r="5" fill="{colour}"><title>{escape(title)}</title></circle>'
-        )
-
-    def scales(self, across: dict[float, str], up: dict[float, str]) -> None:
-        """Add the numbers of both axes, below and on the left."""
-        for x, text in across.items():
-            self.svg.text(self.place(x, 0)[0], self.top + self.height + 22, text, "centred")
-        for y, text in up.items():
-            self.svg.text(self.left - 48, self.place(0, y)[1] + 6, text)
+    with rc_context(PLOTS):
+        figure = Figure((9.6, 9.6 * height), layout="constrained")
+        draw(*figure.subplots(rows, columns, squeeze=False, sharex="all", sharey="row").flat)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return text.getvalue()
 
 
 class Span(NamedTuple):

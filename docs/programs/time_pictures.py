@@ -3,17 +3,16 @@
 python -m docs.programs.time_pictures buckets --out docs/pictures/buckets.svg
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from benchmarks.torch_schedules import CLASSES, torch_programs
 from docs.programs.quickstart import quickstart, stage_of
 from docs.programs.scoreboard import entries
-from docs.programs.svg import RUNS, Panel, Span, main, spans
+from docs.programs.svg import GREY, RUNS, Span, main, plots, spans
 from picotron.config import Model
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.model.families import part_parameters
@@ -169,75 +168,34 @@ def stall(name: str = "interleaved_1f1b", pp: int = 4, micro_batches: int = 8) -
     return compared({f"{title}: {each.step_time:g}": each for title, each in timelines.items()})
 
 
-# The future is covered; the cover shrinks and a line moves while time passes, and both wait at the end of the step.
-ANIMATION = """
-.cover {{ fill-opacity: 0.88; transform-origin: {right:g}px 0; visibility: hidden }}
-.now {{ stroke: #d55e00; stroke-width: 2; visibility: hidden }}
-@media (prefers-reduced-motion: no-preference) {{
-  .cover {{ visibility: visible; animation: shrink {seconds:g}s linear infinite }}
-  .now {{ visibility: visible; animation: move {seconds:g}s linear infinite }}
-}}
-@keyframes shrink {{ 85%, 100% {{ transform: scaleX(0) }} }}
-@keyframes move {{ 85%, 100% {{ transform: translateX({distance:g}px) }} }}
-"""
-
-
-def animated_1f1b(pp: int = 4, micro_batches: int = 6, seconds: int = 15) -> str:
-    """Draw 1F1B with a clock that moves from its first action to its last, again and again. (Not if the reader's system
-    asks for less motion.)
-    """
-    timeline = simulate(build("1f1b", pp, micro_batches))
-    left, row, curve, top = 50, 34, 26, LINE + 12
-    right, each = WIDTH - 6, row + curve + 8
-    scale, bottom = (right - left) / timeline.step_time, top + pp * each
-    picture = Svg(WIDTH, bottom + 70, ANIMATION.format(right=right, distance=right - left, seconds=seconds))
-    picture.legend(left, 0, timeline)
-    picture.timeline(timeline, left, top, scale, row, each - row)
-    for rank, live in enumerate(memory_curves(timeline)):
-        y = top + rank * each
-        picture.text(0, y + 23, f"pp {rank}")
-        picture.curve(live, timeline.step_time, left, y + row + curve, scale, curve / pp)
-    x, height = left - 1, bottom - top
-    picture.parts.append(f'<rect class="page cover" x="{x}" y="{top}" width="{right - x + 1}" height="{height}"/>')
-    picture.parts.append(f'<line class="now" x1="{left}" y1="{top - 4}" x2="{left}" y2="{bottom}"/>')
-    picture.time_axis(left, bottom, scale, timeline.step_time, "unit: a forward")
-    picture.text(
-        left, bottom + 64, f"Below a rank: the activations that it holds, up to {pp} micro-batches on pp rank 0."
-    )
-    return str(picture)
-
-
 def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
     """Draw the memory and the step time of all schedules that the scoreboard ranks, and what no schedule can beat."""
     setting, names = Setting(pp, micro_batches, "p", 0.0, "equal"), defaultdict[tuple[float, float], list[str]](list)
+    drawn = [(entry.name, entry.schedule) for entry in entries()]
     for memory in MEMORY:
-        for name, schedule in published(setting._replace(memory=memory)):
-            if memory == "p" or name.startswith("search"):
-                step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
-                names[peak(schedule), step_time].append(name)
-    for entry in entries():
-        if (entry.schedule.pp, entry.schedule.micro_batches) == (pp, micro_batches):
-            step_time = simulate(entry.schedule, setting.costs(entry.schedule.chunks)).step_time
-            names[peak(entry.schedule), step_time].append(entry.name)
-    picture, left, top, height = Svg(WIDTH, 560), 60.0, 10.0, 490.0
-    longest = 10 * math.ceil(max(time for _, time in names) / 10)
-    panel = Panel(picture, left, top, WIDTH - left - 20, height, (0.5, micro_batches + 0.5), (20, longest))
-    panel.scales({x: str(x) for x in range(1, micro_batches + 1)}, {y: str(y) for y in range(20, longest + 1, 10)})
-    programs = [Schedule([[]] * pp, micro_batches, *shape) for shape in SHAPES]
-    bounds: list[tuple[float, float]] = []
-    for limit in (quarter / 4 for quarter in range(4, 4 * micro_batches + 3)):
-        least = min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs)
-        bounds += [(limit, bounds[-1][1] if bounds else longest), (limit, least)]
-    panel.line(bounds, RUNS[0])
-    for i, (point, here) in enumerate(sorted(names.items())):
-        x, y = panel.place(*point)
-        panel.dot(*point, RUNS[1], ", ".join(here))
-        picture.text(x + 9, y + 6, str(i + 1))
-        picture.text(left + 190 + i // 7 * 330, top + 16 + i % 7 * LINE, f"{i + 1}: {', '.join(here)}")
-    picture.text(
-        left, top + height + 46, "micro-batches on the fullest rank; upwards: step time. Line: no step is shorter."
-    )
-    return str(picture)
+        found = published(setting._replace(memory=memory))
+        drawn += [(name, each) for name, each in found if memory == "p" or name.startswith("search")]
+    for name, schedule in drawn:
+        if (schedule.pp, schedule.micro_batches) == (pp, micro_batches):
+            step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
+            names[peak(schedule), step_time].append(name)
+    longest, programs = max(time for _, time in names), [Schedule([[]] * pp, micro_batches, *shape) for shape in SHAPES]
+    limits = [quarter / 4 for quarter in range(4, 4 * micro_batches + 3)]
+    least = [min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs) for limit in limits]
+
+    def draw(panel: Any) -> None:
+        panel.step(limits, least, where="post", color=RUNS[0], linewidth=3)
+        panel.vlines(limits[0], least[0], longest, RUNS[0], linewidth=3)
+        panel.plot(*zip(*names, strict=True), "o", color=RUNS[1])
+        points = sorted(names)
+        for number, point in enumerate(points, start=1):
+            panel.annotate(str(number), point, (6, -4), textcoords="offset points")
+        lines = [f"{number}: {', '.join(names[point])}" for number, point in enumerate(points, start=1)]
+        panel.text(0.28, 0.97, "\n".join(lines), transform=panel.transAxes, va="top")
+        panel.set_xlabel("activations on the fullest rank, in micro-batches (line: no step is shorter)")
+        panel.set_ylabel("step time")
+
+    return plots(1, 1, 0.6, draw)
 
 
 MODEL, RANKS = "docs/llama-3.1-8b", 8
@@ -259,24 +217,22 @@ def rules() -> dict[str, Callable[[float, int], float]]:
 
 def axis_rules() -> str:
     """Draw the five rules of docs/when_an_axis_pays.md, from the rates of an H100's data sheet: the ratio of an axis's
-    messages to the computation beside them, of which only matrix products count, over the number of tokens. Both axes
-    are logarithmic: tokens from 256 to 65,536, and ratios from 0.001 to 1,000. In the grey area, computation hides the
-    messages.
+    messages to the computation beside them, of which only matrix products count, over the number of tokens. In the
+    grey area, computation hides the messages.
     """
-    left, top, height = 54.0, 2.0 * LINE + 10, 396.0
-    svg, width = Svg(WIDTH, top + height + 2 * LINE + 10), (WIDTH - 2 * 54 - 60) / 2
-    svg.keys(left, 0, *zip(RUNS, rules(), strict=True))
-    for i, (name, ratio) in enumerate(PLACES.items()):
-        panel = Panel(svg, left + i * (width + 84), top, width, height, (8, 16), (-3, 3))
-        svg.frame(panel.left, top + height / 2, width, height / 2)
-        panel.scales({e: f"{2**e:,}" for e in range(8, 17, 2)}, {e: f"{10.0**e:g}" for e in range(-3, 4)})
-        for colour, rule in zip(RUNS, rules().values(), strict=True):
-            panel.line([(e, math.log10(rule(ratio, 2**e))) for e in range(8, 17)], colour)
-        svg.text(panel.left + 6, top + 18, name, "title")
-    caption = "tokens of a micro-batch on a rank; upwards: time of messages / time of computation"
-    svg.text(left, top + height + 2 * LINE, caption)
-    return str(svg)
+
+    def draw(*panels: Any) -> None:
+        tokens = [2**exponent for exponent in range(8, 17)]
+        for panel, (name, ratio) in zip(panels, PLACES.items(), strict=True):
+            for colour, (axis, rule) in zip(RUNS, rules().items(), strict=True):
+                panel.loglog(tokens, [rule(ratio, t) for t in tokens], color=colour, linewidth=3, label=axis)
+            panel.set(title=name, xlabel="tokens of a micro-batch on a rank", ylim=(1e-3, 1e3))
+            panel.axhspan(1e-3, 1, color=GREY, alpha=0.25)
+        panels[0].set_ylabel("time of messages / time of computation")
+        panels[0].legend(loc="upper right")
+
+    return plots(1, 2, 0.5, draw)
 
 
 if __name__ == "__main__":
-    main(__doc__, axis_rules, buckets, schedules, animated_1f1b, trade_off, puzzle, stall)
+    main(__doc__, axis_rules, buckets, schedules, trade_off, puzzle, stall)

@@ -64,12 +64,15 @@ def navigation(groups: dict[str, list[str]], titles: dict[str, str], here: str) 
     def link(page: str, relation: str) -> str:
         return f'<a href="{relative(address(page), here)}"{relation}>{html.escape(titles[page])}</a>'
 
-    lines, order = [], [page for pages in groups.values() for page in pages]
+    lines, around = [], []
     for group, pages in groups.items():
         lines.append(f"<h2>{group}</h2>")
         lines += [link(page, ' aria-current="page"' if address(page) == here else "") for page in pages]
-    around = [link(a, ' rel="prev"') for a, b in itertools.pairwise(order) if address(b) == here]
-    around += [link(b, ' rel="next"') for a, b in itertools.pairwise(order) if address(a) == here]
+    for before, after in itertools.pairwise(page for pages in groups.values() for page in pages):
+        if address(after) == here:
+            around.append(link(before, ' rel="prev"'))
+        if address(before) == here:
+            around.append(link(after, ' rel="next"'))
     return "\n".join(lines), "".join(around)
 
 

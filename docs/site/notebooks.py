@@ -1,6 +1,4 @@
-"""Notebooks: of the steps, each with its diff, its program, its run and one thing to change; and one for two GPUs.
-Nobody edits them.
-"""
+"""Notebooks of the steps, each with its diff, its program, its run and one thing to change. Nobody edits them."""
 
 import json
 import os
@@ -15,15 +13,6 @@ from steps.__main__ import NAMES
 SECTION = re.compile(r"^## (Step (\d+): .*)\n\n((?:(?!## |<!-- |```).*\n)+)", re.MULTILINE)  # with its prose
 CHANGES: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "docs/site/changes.toml").read_text())
 COLAB = "https://colab.research.google.com/github"
-TWO_GPUS = "two_gpus"
-LOSSES = """
-import json
-
-one, other = ([json.loads(line)["loss"] for line in open(f"runs/{axis}/metrics.jsonl")] for axis in ("dp", "tp"))
-for step, losses in enumerate(zip(one, other, strict=True), 1):
-    print(f"step {step} | dp 2: loss {losses[0]:.6f} | tp 2: loss {losses[1]:.6f}")
-print(f"largest difference: {max(abs(a - b) / b for a, b in zip(one, other, strict=True)):.1e}")
-"""
 
 
 def sections() -> dict[str, tuple[str, str]]:
@@ -33,12 +22,9 @@ def sections() -> dict[str, tuple[str, str]]:
 
 
 def buttons(checkout: Checkout) -> dict[str, str]:
-    """Return links to the notebooks, by headings of steps/README.md and docs/reference/machines.md. `{root}` stands
-    for the folder of the site.
-    """
+    """Return links to the notebooks, by headings of steps/README.md. `{root}` stands for the folder of the site."""
     found = {}
-    headings = {name: heading for name, (heading, _) in sections().items()} | {TWO_GPUS: "Two GPUs in a notebook"}
-    for name, heading in headings.items():
+    for name, (heading, _) in sections().items():
         links = f'<a class="play" href="{{root}}/notebooks/{name}.ipynb" download>Download the notebook</a>'
         if checkout.on_web:
             place = f"{COLAB}{checkout.repository.removeprefix('https://github.com')}/blob/notebooks/{name}.ipynb"
@@ -47,37 +33,18 @@ def buttons(checkout: Checkout) -> dict[str, str]:
     return found
 
 
-def clone(checkout: Checkout, package: str, packages: str) -> str:
-    """Return the first cell: it clones the repository, and installs packages if one of them is not there."""
+def clone(checkout: Checkout) -> str:
+    """Return the first cell: it clones the repository, and installs PyTorch and NumPy if they are not there."""
     return (
         "import importlib.util, os\n\n"
         "if not os.path.exists('steps'):\n"
         f"    os.system('git clone --quiet {checkout.repository} picotron')\n"
         "    os.chdir('picotron')\n"
         f"    os.system('git checkout --quiet {checkout.commit}')\n"
-        f"if not importlib.util.find_spec('{package}'):\n"
-        f"    os.system('pip install --quiet {packages}')\n"
+        "if not importlib.util.find_spec('torch'):\n"
+        "    os.system('pip install --quiet torch numpy')\n"
         "os.environ['OMP_NUM_THREADS'] = '1'  # the ranks share the processor"
     )
-
-
-def two_gpus(checkout: Checkout) -> dict[str, Any]:
-    """Return the notebook that trains on two GPUs in two layouts, or without GPUs on the CPU."""
-    train = "python train.py --config docs/small.json --model.dtype float16 --distributed.use_cpu $cpu --checkpoint.save_dir runs"
-    return document(TWO_GPUS, [
-        ("markdown", (
-            "# Two GPUs\n\nTwo T4 GPUs, which Kaggle lends without a fee, train a tiny model in float16, which has a loss scale: first "
-            "with two data-parallel ranks, then with two tensor-parallel ones. The losses are equal up to rounding. Without GPUs, "
-            "the same runs are on the CPU.\n\nTried on CPUs only: nobody has run it on GPUs yet."
-        )),
-        ("code", clone(checkout, "cloudpickle", "--editable .")),
-        ("code", (
-            "%%bash\ncpu=$(python -c 'import torch; print(str(torch.cuda.device_count() < 2).lower())')\n"
-            f"{train}/dp --distributed.dp_size 2 --training.gradient_accumulation_steps 2\n"
-            f"{train}/tp --distributed.tp_size 2"
-        )),
-        ("code", LOSSES.strip()),
-    ])  # fmt: skip
 
 
 def notebook(name: str, checkout: Checkout) -> dict[str, Any]:
@@ -93,7 +60,7 @@ def notebook(name: str, checkout: Checkout) -> dict[str, Any]:
     first = f"The loss of step {change['first']}." if change["first"] else "None: all losses stay the same."
     cells = [
         ("markdown", f"# {title}\n\nThis notebook needs no GPU. Run its cells from top to bottom."),
-        ("code", clone(checkout, "torch", "torch numpy")),
+        ("code", clone(checkout)),
         ("markdown", re.sub(r"\]\(([^):]+\.(?:py|md))", linked, prose)),
         ("code", f"%%bash\npython -m steps {name}" if name != NAMES[0] else "%%bash\npython -m steps"),
         ("markdown", "The program, to read and to change. This cell writes it to its file:"),
@@ -105,11 +72,6 @@ def notebook(name: str, checkout: Checkout) -> dict[str, Any]:
             f"<details>\n<summary>Answer</summary>\n\n{first} {change['why']}\n\n</details>"
         )),
     ]  # fmt: skip
-    return document(name, cells)
-
-
-def document(name: str, cells: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return a notebook of cells, each with its kind and its text."""
     empty: dict[str, dict[str, Any]] = {"markdown": {}, "code": {"outputs": [], "execution_count": None}}
     return {
         "cells": [
@@ -124,6 +86,6 @@ def document(name: str, cells: list[tuple[str, str]]) -> dict[str, Any]:
 
 def write(folder: Path, checkout: Checkout) -> None:
     folder.mkdir()
-    found = {name: notebook(name, checkout) for name in NAMES} | {TWO_GPUS: two_gpus(checkout)}
-    for name, content in found.items():
-        (folder / f"{name}.ipynb").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    for name in NAMES:
+        text = json.dumps(notebook(name, checkout), indent=1, ensure_ascii=False)
+        (folder / f"{name}.ipynb").write_text(text + "\n")

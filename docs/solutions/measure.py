@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,14 +32,6 @@ def seconds(function: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
-def fit(sizes: list[float], times: list[float]) -> tuple[float, float]:
-    """Return a and b of times = a + b * sizes, with the least sum of squares of relative errors."""
-    weights = 1 / torch.tensor(times, dtype=torch.float64)
-    columns = torch.stack([torch.ones(len(sizes), dtype=torch.float64), torch.tensor(sizes, dtype=torch.float64)], 1)
-    a, b = torch.linalg.lstsq(columns * weights[:, None], torch.ones(len(sizes), 1, dtype=torch.float64)).solution
-    return a.item(), b.item()
-
-
 def all_reduce() -> None:
     n, measured = dist.get_world_size(), list[float]()
     for size in SIZES:
@@ -46,7 +39,7 @@ def all_reduce() -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # an all-reduce is over when it is over on all ranks
         measured.append(slowest.item())
     sent = [2 * (n - 1) / n * 4 * size for size in SIZES]  # bytes that a rank sends
-    latency, per_byte = fit(sent, measured)
+    per_byte, latency = np.polyfit(sent, measured, 1, w=1 / np.array(measured))  # of relative errors
     if dist.get_rank() == 0:
         print("     KiB   measured, us   fitted, us")
         for size, bytes_sent, each in zip(SIZES, sent, measured, strict=True):

@@ -41,7 +41,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         report.begin(where)
         expected = x.clone()
         dist.all_reduce(expected)
-        result, _ = group.call(learner.ring_all_reduce, x.clone(), group)
+        result, _ = group.call(learner.ring_all_reduce, x, group)
         results = group.gather(numbers(result))
         by_rank = {f"rank {rank}": found for rank, found in enumerate(results)}
         report.picture = compared(f"The sum on {n} ranks, x of {size} numbers", by_rank, expected.tolist(), DIGITS)
@@ -49,7 +49,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         group.require(not found, f"{group.here}{where}: {found}{contents(results[group.rank], n)}")
     x = randn(n, 60, seed=0)
     report.begin("x of 60 random numbers")
-    result, sent = group.call(learner.ring_all_reduce, x[group.rank].clone(), group)
+    result, sent = group.call(learner.ring_all_reduce, x[group.rank], group)
     group.expect(result, x.sum(0), report.case)
     report.picture = messages(group.gather(group.log), 1, "numbers, of 60")
     busiest = max(group.gather(sent)) / 60

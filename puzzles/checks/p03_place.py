@@ -42,14 +42,13 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     example = (2, 4, 2)  # of the statement: first for its sentence, last for its picture
     for B, m, dp in (example, (1, 3, 4), (3, 1, 2), (4, 2, 1), example):
         expected = places(B, m, dp)
-        results = {}
+        results, calls = {}, {}
         for sample in expected:
-            report.begin(f"place({sample}, B={B}, m={m}, dp={dp})")
-            results[sample] = learner.place(sample, B, m, dp)
+            results[sample] = report.ask(learner, "place", sample, B=B, m=m, dp=dp)
+            calls[sample] = report.case
         report.picture = draw(results, expected, B, m, dp)
         for sample, place in expected.items():
-            where = f"place({sample}, B={B}, m={m}, dp={dp})"
-            group.expect(results[sample], place, where, NAMES)
+            group.expect(results[sample], place, calls[sample], NAMES)
 
 
 def draw(results: dict[int, Place], expected: dict[int, Place], B: int, m: int, dp: int) -> str:

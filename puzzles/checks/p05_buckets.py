@@ -1,6 +1,7 @@
 """Check of puzzle 5: every gradient is in one bucket; and the end of the last all-reduce, compared with the least."""
 
 import itertools
+from collections import Counter
 from types import ModuleType
 from typing import NamedTuple
 
@@ -80,21 +81,6 @@ def earliest(case: Case) -> float:
     return least[-1]
 
 
-def malformed(buckets: object) -> str:
-    """Return what keeps an answer from being a list of lists of integers, or nothing."""
-    expected = "expected a list of lists of numbers, such as [[0, 1], [2]], but"
-    if not isinstance(buckets, list):
-        return f"{expected} got {kind(buckets)}"
-    for number, bucket in enumerate(buckets):
-        if not isinstance(bucket, list):
-            return f"{expected} element {number} is {kind(bucket)}"
-        if not bucket:
-            return f"bucket {number} of {len(buckets)} is empty"
-        if strange := [i for i in bucket if isinstance(i, bool) or not isinstance(i, int)]:
-            return f"{expected} bucket {number} contains {kind(strange[0])}"
-    return "" if buckets else "the list of buckets is empty"
-
-
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     picture, after = "", {"yours": 0.0, "par": 0.0, "best": 0.0}
     for number, each in enumerate([*CASES, SMALL_LAST]):
@@ -102,14 +88,15 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         where = f"model {number} of {k} gradients"
         report.begin(where)
         buckets = learner.make_buckets(list(each.ready), list(each.sizes), each.latency, each.bandwidth)
-        mistake = malformed(buckets)
-        group.require(not mistake, f"{where}: {mistake}")
-        found = list(itertools.chain(*buckets))
-        for i in range(k):
-            group.require(found.count(i) == 1, f"{where}: gradient {i} is in {found.count(i)} buckets, expected 1")
-        group.require(
-            len(found) == k, f"{where}: there is no gradient {max(found, key=lambda i: (i not in range(k), i))}"
-        )
+        lists = buckets if isinstance(buckets, list) and all(isinstance(bucket, list) for bucket in buckets) else []
+        numbers = [type(i) is int for bucket in lists for i in bucket]
+        good = bool(lists) and all(lists) and all(numbers)
+        expected = "expected a list of lists of numbers, such as [[0, 1], [2]], none of them empty"
+        group.require(good, f"{where}: {expected}, but got {kind(buckets)}")
+        counts = Counter(itertools.chain(*buckets))
+        for i in sorted({*counts, *range(k)}):
+            due = int(i in range(k))
+            group.require(counts[i] == due, f"{where}: gradient {i} is in {counts[i]} buckets, expected {due}")
         if each is SMALL_LAST:
             continue
         if number == 0:

@@ -20,11 +20,10 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     text = ", ".join(f"{key}={value}" for key, value in sizes.items())
     for tp in (2, 4, 8):
         layer = layer_shards(tp)
-        results: dict[str, list[Any]] = {name: [] for name in layer}
-        for name, found in results.items():
-            for rank in range(tp):
-                report.begin(f"split({name!r}, rank={rank}, tp={tp}, {text})")
-                found.append(learner.split(name, rank, tp, **sizes))
+        results = {
+            name: [report.ask(learner, "split", name, rank=rank, tp=tp, **sizes) for rank in range(tp)]
+            for name in layer
+        }
         expected = {name: [(each.dim, each.start, each.stop) for each in shards] for name, (_, shards) in layer.items()}
         shapes = {name: shape for name, (shape, _) in layer.items()}
         parts = {name: parts_of(name, results[name], expected[name]) for name in layer}

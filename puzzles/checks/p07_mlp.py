@@ -23,7 +23,10 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
     y = F.silu(whole[0] @ whole[1].T) @ whole[2].T
     dx, dup, ddown = torch.autograd.grad(y.square().sum(), whole)
 
-    def forward_and_backward(*own: torch.Tensor) -> tuple[torch.Tensor, float]:
+    n, rank = group.size, group.rank
+    own = [each.clone().requires_grad_() for each in (x, up.chunk(n)[rank], down.chunk(n, 1)[rank])]
+
+    def forward_and_backward() -> tuple[torch.Tensor, float]:
         result = learner.parallel_mlp(*own, group)
         forward = group.sent
         try:
@@ -36,9 +39,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
             raise
         return result, forward
 
-    n, rank = group.size, group.rank
-    own = [each.clone().requires_grad_() for each in (x, up.chunk(n)[rank], down.chunk(n, 1)[rank])]
-    (result, in_forward), sent = group.call(forward_and_backward, *own)
+    (result, in_forward), sent = group.call(forward_and_backward)
     part = F.silu(whole[0] @ up.chunk(n)[rank].T) @ down.chunk(n, 1)[rank].T
     (dx_part,) = torch.autograd.grad(part, whole[0], 2 * y.detach())
     unit = 2 * (n - 1) / n * T * D

@@ -29,8 +29,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         losses = F.cross_entropy(whole, targets, reduction="none")
         losses.sum().backward()
         assert whole.grad is not None
-        own = whole.detach().chunk(n, 1)[rank].clone()
-        result, sent = group.call(learner.cross_entropy, own, targets.clone(), group)
+        result, sent = group.call(learner.cross_entropy, whole.detach().chunk(n, 1)[rank], targets, group)
         found = numbers(result[0] if isinstance(result, tuple | list) else result)
         report.picture = compared(
             f"Losses of the first tokens on rank 0, {name}", {"yours": found[:8]}, losses[:8].tolist()

@@ -22,10 +22,7 @@ def pairs(owners: list[int], cp: int) -> list[int]:
 def check(learner: ModuleType, group: Group, report: Report) -> None:
     above = ""
     for cp in (2, 3, 8, 4):
-        owners = []
-        for chunk in range(2 * cp):
-            report.begin(f"owner({chunk}, {cp})")
-            owners.append(learner.owner(chunk, cp))
+        owners = [report.ask(learner, "owner", chunk, cp) for chunk in range(2 * cp)]
         for chunk, rank in enumerate(owners):
             is_rank = isinstance(rank, int) and 0 <= rank < cp
             group.require(is_rank, f"owner({chunk}, {cp}) is {rank!r}, expected a rank from 0 to {cp - 1}")

@@ -4,31 +4,29 @@ import itertools
 from types import ModuleType
 
 from picotron.console import UserError
-from puzzles.report import Report, kind, require
+from puzzles.report import Report, Wrong, kind, require
 from workbench.drawing.draw_svg import as_svg
 from workbench.schedules.actions import Action, AnyAction, Schedule, parse_action
 from workbench.schedules.checker import check as check_schedule
 from workbench.schedules.simulate import peak_activations, simulate
 
 
-def parsed(programs: list[list[str]], m: int, where: str) -> list[list[AnyAction]]:
-    """Return the actions of a schedule with one stage per rank, if it can run."""
-    found = []
-    for rank, names in enumerate(programs):
+def schedule_of(learner: ModuleType, report: Report, p: int, m: int, where: str, *arguments: int | float) -> Schedule:
+    """Return the schedule of the learner's programs, functions of the rank and of other arguments, if it can run."""
+    programs: list[list[AnyAction]] = [[] for _ in range(p)]
+    for rank, actions in enumerate(programs):
+        names = report.ask(learner, "program", rank, *arguments)
         require(isinstance(names, list | tuple), f"{where}, rank {rank}: expected a list, got {kind(names)}")
-        actions = []
         for name in names:
             try:
                 actions.append(parse_action(name if isinstance(name, str) else repr(name)))
             except ValueError:
                 require(False, f'{where}, rank {rank}: {name!r} is not an action such as "2F0"')
-        found.append(actions)
     try:
-        check_schedule(Schedule(found, m))
+        check_schedule(schedule := Schedule(programs, m))
     except UserError as error:
-        require(False, f"{where}: {str(error).replace(' (loop placement)', '')}")
-        raise
-    return found
+        raise Wrong(f"{where}: {str(error).replace(' (loop placement)', '')}") from None
+    return schedule
 
 
 def only_forwards_and_backwards(schedule: Schedule, where: str) -> None:
@@ -41,11 +39,7 @@ def only_forwards_and_backwards(schedule: Schedule, where: str) -> None:
 def check(learner: ModuleType, _: object, report: Report) -> None:
     for p, m in ((2, 3), (4, 2), (1, 3), (8, 20), (4, 8)):
         where = f"p = {p}, m = {m}"
-        programs = []
-        for rank in range(p):
-            report.begin(f"program({rank}, {p}, {m})")
-            programs.append(learner.program(rank, p, m))
-        schedule = Schedule(parsed(programs, m, where), m)
+        schedule = schedule_of(learner, report, p, m, where, p, m)
         timeline = simulate(schedule)
         report.picture = as_svg(timeline)
         for rank, actions in enumerate(timeline.programs):

@@ -2,10 +2,9 @@
 
 from types import ModuleType
 
-from puzzles.checks.p12_1f1b import parsed
+from puzzles.checks.p12_1f1b import schedule_of
 from puzzles.report import Report, Score, require
 from workbench.drawing.draw_svg import as_svg
-from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import build
 from workbench.schedules.simulate import peak_activations, simulate
 
@@ -14,11 +13,7 @@ PAR = 5 / 29  # rank r delays its last r W, as in the solution
 
 
 def check(learner: ModuleType, _: object, report: Report) -> None:
-    programs = []
-    for rank in range(P):
-        report.begin(f"program({rank})")
-        programs.append(learner.program(rank))
-    timeline = simulate(Schedule(parsed(programs, M, f"p = {P}, m = {M}"), M))
+    timeline = simulate(schedule_of(learner, report, P, M, f"p = {P}, m = {M}"))
     report.picture = as_svg(timeline)
     for rank, actions in enumerate(timeline.programs):
         peak = peak_activations(actions)

@@ -2,10 +2,9 @@
 
 from types import ModuleType
 
-from puzzles.checks.p12_1f1b import only_forwards_and_backwards, parsed
+from puzzles.checks.p12_1f1b import only_forwards_and_backwards, schedule_of
 from puzzles.report import Report, Score, require
 from workbench.drawing.draw_svg import as_svg
-from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import build
 from workbench.schedules.simulate import Costs, peak_activations, simulate
 
@@ -15,11 +14,8 @@ PAR = 16  # 1 + 3 + 5 + 7
 
 def check(learner: ModuleType, _: object, report: Report) -> None:
     for p, m, p2p in CASES:
-        where, costs, programs = f"p = {p}, m = {m}, p2p = {p2p:g}", Costs(p2p=p2p), []
-        for rank in range(p):
-            report.begin(f"program({rank}, {p}, {m}, {p2p})")
-            programs.append(learner.program(rank, p, m, p2p))
-        schedule = Schedule(parsed(programs, m, where), m)
+        where, costs = f"p = {p}, m = {m}, p2p = {p2p:g}", Costs(p2p=p2p)
+        schedule = schedule_of(learner, report, p, m, where, p, m, p2p)
         only_forwards_and_backwards(schedule, where)
         timeline, limit = simulate(schedule, costs), simulate(build("afab", p, m), costs).step_time
         report.picture = as_svg(timeline)

@@ -55,7 +55,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
                 other.state[copy]["step"].zero_()
             other.step()
             mistakes[kind] = copy.clone()
-        result, sent = group.call(learner.step, w.clone(), gradients[group.rank].clone(), state, group)
+        result, sent = group.call(learner.step, w, gradients[group.rank], state, group)
         report.picture = draw(result, full.detach(), n, number)
         try:
             group.expect(result, full.detach(), report.case, "weights", mistakes=mistakes)

@@ -5,14 +5,12 @@ known layout is the solution, which the tests compare with a search of all layou
 from types import ModuleType
 from typing import Any
 
-from docs.programs.svg import TENSORS
+from docs.programs.memory_pictures import bars, sizes
 from picotron.config import Config, Distributed, Training
 from picotron.console import UserError
 from puzzles.group import Group
-from puzzles.pictures import Cell, rows
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
-from workbench.drawing.draw_svg import COLOURS
 from workbench.explain.hardware import HARDWARE, fits, usable
 from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.explain.step_time import Forecast, forecast
@@ -72,27 +70,10 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         ("tokens per sequence", config.training.seq_length, TOKENS),
     ):
         group.require(ours == expected, f"the settings are for {ours} {name}, expected {expected}")
-    report.picture = draw(memories, forecast)
+    parts = ", ".join(f"{name} {each:.3g}" for name, each in forecast.seconds._asdict().items() if each)
+    by_rank = {f"pp rank {rank}": sizes(memory, GIB) for rank, memory in enumerate(memories)}
+    report.picture = bars(by_rank, "GiB", f"Grey: an H100. Seconds: {parts}.", GPU.gib, GPU.gib)
     most = max(memory.total for memory in memories) / GIB
     group.require(fits(most, GPU.gib), f"a rank needs {most:.1f} GiB, expected at most {usable(GPU.gib)}")
     par, best = (estimate(config_of(each))[1].step_time for each in (GIVEN, layout()))
     report.score = Score("step", forecast.step_time, PAR * par, best, "{:.3f} s")
-
-
-def draw(memories: list[Memory], forecast: Forecast) -> str:
-    """Draw the memory of the rank that needs most, and the time of a step."""
-    largest = max(memories, key=lambda memory: memory.total)
-    names = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary")
-    memory = {name: getattr(largest, name) / GIB for name in names}
-    lines = [
-        (f"memory: {largest.total / GIB:.1f} of {GPU.gib} GiB", boxes(memory, GPU.gib)),
-        (f"step: {forecast.step_time:.2f} s", boxes(forecast.seconds._asdict(), forecast.step_time)),
-    ]
-    return rows("The pp rank that needs most", lines, "Hover over a box to see its name.")
-
-
-def boxes(parts: dict[str, float], full: float) -> list[Cell]:
-    """Return boxes whose widths are in proportion to numbers, eight units for all of them."""
-    colours = TENSORS | {"compute": COLOURS["F"]}
-    widths = {name: 8 * value / max(full, sum(parts.values())) for name, value in parts.items()}
-    return [Cell(f"{name} {parts[name]:.3g}", colours.get(name, "#bbbbbb"), width) for name, width in widths.items()]

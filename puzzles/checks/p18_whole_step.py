@@ -32,7 +32,7 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         norm = torch.nn.utils.clip_grad_norm_(full, 1.0)
         torch.optim.SGD(full, lr=0.1).step()
         expected, sent = (norm, *own(full, t)), tp.sent
-        result, _ = group.call(learner.step, *own(start, t), x.chunk(2)[d].clone(), target.chunk(2)[d].clone(), tp, dp)
+        result, _ = group.call(learner.step, *own(start, t), x.chunk(2)[d], target.chunk(2)[d], tp, dp)
         pairs = zip(NAMES, result, expected, strict=False) if isinstance(result, tuple | list) else ()
         right = {name: not difference(ours, own, tolerance=1e-6) for name, ours, own in pairs}
         report.picture = verdicts("The results on rank 0", right)
@@ -53,4 +53,4 @@ def own_group(*rows: tuple[int, ...]) -> dist.ProcessGroup:
 def own(full: Sequence[Tensor], rank: int) -> list[Tensor]:
     """Return the shards of up, down and bias on a tp rank."""
     up, down, bias = (each.detach() for each in full)
-    return [up.chunk(2)[rank].clone(), down.chunk(2, 1)[rank].clone(), bias.clone()]
+    return [up.chunk(2)[rank], down.chunk(2, 1)[rank], bias]

@@ -40,9 +40,8 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         places = torch.arange(n * N)
         expected = torch.stack([outputs[chosen[:, k], places] * weights[:, k, None] for k in range(K)]).sum(0)
         tokens = slice(rank * N, (rank + 1) * N)
-        result, sent = group.call(
-            learner.mixture, x[tokens].clone(), chosen[tokens].clone(), weights[tokens].clone(), run, EXPERTS, group
-        )
+        own_tokens = x[tokens], chosen[tokens], weights[tokens]
+        result, sent = group.call(learner.mixture, *own_tokens, run, EXPERTS, group)
         report.picture = messages(group.gather(group.log), D, "rows")
         group.expect(result, expected[tokens], report.case, "y")
         away = chosen // own != (places // N)[:, None]  # pairs of a token and an expert on another rank

@@ -42,8 +42,7 @@ def excess(run: str) -> dict[str, float]:
 def check(learner: ModuleType, _: object, report: Report) -> None:
     named, lost = {}, {run: excess(run) for run in RUNS}
     for run in RUNS:
-        report.begin(f"cause({run!r})")
-        named[run] = learner.cause(run)
+        named[run] = report.ask(learner, "cause", run)
         require(named[run] in lost[run], f"cause({run!r}) is {named[run]!r}; choose one of {', '.join(lost[run])}")
     explained = {run: max(0.0, lost[run][named[run]]) for run in RUNS}
     right = {run: explained[run] == max(lost[run].values()) for run in RUNS}

@@ -169,21 +169,6 @@ def test_notebook_runs_and_its_change_has_the_announced_effect(
     )
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_notebook_for_two_gpus_runs_on_the_cpu(
-    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for cell in notebooks.two_gpus(checkout)["cells"]:
-        if cell["cell_type"] == "code":
-            last = run(cell)
-    assert last.count("dp 2: loss") == 6
-    assert float(last.rpartition(":")[2]) < 2e-3
-
-
 def notebooks_loss(name: str) -> str:
     """Return the last loss of a program, from the page."""
     losses = re.findall(r"^ +\d+ step 10 \| loss (\S+)$", (ROOT / "steps/README.md").read_text(), re.MULTILINE)
