@@ -190,10 +190,11 @@ COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a pr
     ]),
     (drawing.main, "", [
         "", "none", "schedule", "schedule none", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "csv .", "csv /", "search", "search_measured @ --memory 1",
+        "search --memory 1 --activations", "search --memory 1 --activations 1", "search --memory -1",
         "measured", "measured no", "measured .", "measured @", "measured @ --step 0", "measured @ --step x", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
         "generation --groups 0", "generation --tokens 1000000", "generation --chunks x", *(f"schedule 1f1b --{words}" for words in (
         "pp 0", "pp -1", "pp x", "pp 1e3", "pp 100000000", "pp 100000 --micro_batches 100000", "micro_batches 0", "micro_batches 1000000000000", "micro_batches nan",
-        "chunks 0", "chunks 2", "group_size 2", "p2p nan", "p2p inf", "pp 1" + "0" * 400, "p2p -1", "p2p x", "deferred -1", "activations", "activations 1",
+        "chunks 0", "chunks 2", "group_size 2", "p2p nan", "p2p inf", "pp 1" + "0" * 400, "p2p -1", "p2p x",
         "out a.png", "out a", "out /no/such/folder/a.svg", "out /", "out .svg/")),
     ]),
     (create_config.main, "--exp_name sweep --out_dir @", [
