@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from conformance.worker_pool import WorkerPool
-from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
-from picotron.model.cross_entropy import IGNORE_INDEX
+from examples.encoder_decoder import PAD, build_model, cross_entropy, name_in_transformers, run
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.examples import train_reference
 from tests.support.oracle import assert_close, make_config, with_exact_norms
 from tests.support.training import CPU
-from workbench.schedules.schedules import build, forward_only
+from workbench.pipelines.whole_batch import WholeBatchStep
+from workbench.schedules.schedules import build
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
 TRAINING = make_config().training
@@ -40,12 +40,11 @@ def oracle(config: T5Config) -> T5ForConditionalGeneration:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return sources of 4 to 14 tokens and targets of 1 to 13."""
+    """Return sources of 4 to 14 tokens and targets of 13."""
     draw = torch.Generator().manual_seed(1)
     source, target = (torch.randint(1, V, (SEQUENCES, length), generator=draw) for length in (14, 13))
     ends = torch.randint(1, 14, (SEQUENCES, 1), generator=draw)
     source[torch.arange(14) >= 3 + ends.roll(1, 0)] = PAD
-    target[torch.arange(13) >= ends] = IGNORE_INDEX
     return source, target
 
 
@@ -55,17 +54,16 @@ def loss_of(model: T5ForConditionalGeneration, batch: tuple[Tensor, Tensor]) -> 
 
 
 def train(name: str, pp: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Return the losses of all steps and of an evaluation, the gradient norms, and this rank's weights at the end."""
+    """Return the losses of all steps, the gradient norms, and this rank's weights at the end."""
     setup_process_group_manager(1, 1, pp, 1)
     config, schedule = model_config(), build(name, pp, MICRO_BATCHES)
     model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
     with_exact_norms(model)
+    step = WholeBatchStep(schedule, model, CPU, cross_entropy)
     optimizer, losses, norms = AdamW(model, TRAINING, fused=False), list[float](), list[float]()
     for _ in range(STEPS):
-        losses.append(run(model, schedule, batch()))
+        losses.append(run(step, batch())[0])
         norms.append(update_weights(model, optimizer, TRAINING.max_grad_norm).item())
-    evaluation = forward_only(pp, schedule.micro_batches, schedule.chunks, schedule.placement)
-    losses.append(run(model, evaluation, batch()))
     stages = model.module.stages
     weights = [each for stage in stages.values() for each in stage.state_dict().items()]
     return losses, norms, {name_in_transformers(name): weight.clone() for name, weight in weights}
@@ -75,10 +73,9 @@ def train(name: str, pp: int) -> tuple[list[float], list[float], dict[str, Tenso
 def test_training_equals_transformers(pool: WorkerPool) -> None:
     model = oracle(model_config())
     records, expected = train_reference(model, TRAINING, STEPS, lambda: {"loss": loss_of(model, batch())})
-    expected_losses = [*(record["loss"] for record in records), loss_of(model, batch()).item()]
     seen: dict[str, Tensor] = {}
     for losses, norms, weights in pool.run(train, 2, "zbv", 2):
-        assert_close(losses, expected_losses, what="losses")
+        assert_close(losses, [record["loss"] for record in records], what="losses")
         assert_close(norms, [record["grad_norm"] for record in records], what="norms")
         for name, weight in weights.items():
             assert torch.equal(weight, seen.setdefault(name, weight)), f"replicas of {name} differ"
