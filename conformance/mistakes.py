@@ -53,7 +53,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "    all_reduce(square, pgm.process_group_manager.pp_group)\n", "fuzz", "step tp2"),
         ("decay_of_norms", '"weight_decay": 0.0}', '"weight_decay": training.weight_decay}', "fuzz", "run dp2"),
         ("schedule_one_step_late", "    def factor(step: int) -> float:\n",
-         "    def factor(step: int) -> float:\n        step -= 1\n", "fuzz", "test_optimizer"),
+         "    def factor(step: int) -> float:\n        step -= 1\n", "fuzz"),
         ("decay_begins_after_warmup", 'total - training.decay if training.lr_scheduler == "wsd" else warmup', "warmup"),
         ("cosine_decays_to_zero", "low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))",
          "0.5 * (1 + math.cos(math.pi * progress))"),

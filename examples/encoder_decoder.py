@@ -14,13 +14,12 @@ its layers share. Every stage that uses one of these matrices has a replica.
 The toy task is to sort numbers. The layers are those of transformers' T5ForConditionalGeneration.
 """
 
-import functools
 import math
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -36,22 +35,17 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel, DataParallelBucket
-from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.optimizer import AdamW, make_scheduler, update_weights
 from workbench.console import Parser, print_line
-from workbench.pipelines.engine import BatchList
-from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline
+from workbench.pipelines.whole_batch import WholeBatchStep
 from workbench.run.config_reader import parse_config
 from workbench.run.launch import connect, exit_on_error
 from workbench.schedules.actions import Schedule
-from workbench.schedules.schedules import SCHEDULES, build, forward_only
+from workbench.schedules.schedules import SCHEDULES, build
 
 PAD, FIRST_NUMBER, NUMBERS = 0, 1, 30  # tokens; PAD also begins the decoder's input
 LENGTH, HELD_OUT = 10, 8  # numbers in a source, and global batches
-
-Measure = Callable[[Tensor, Tensor], Tensor]
-"""`measure(logits, target)` returns a scalar for a micro-batch, such as the loss, from (B, T, V) and (B, T)"""
 
 
 def keep_layers(half: T5Stack, layers: range) -> T5Stack | None:
@@ -86,14 +80,15 @@ class Stage(nn.Module):
         self.encoder, self.decoder = keep_layers(whole.encoder, encoder), keep_layers(whole.decoder, decoder)
 
     def forward(
-        self, memory: Tensor | None = None, x: Tensor | None = None, *, source: Tensor, target: Tensor, measure: Measure
+        self, memory: Tensor | None = None, x: Tensor | None = None, *, source: Tensor, before: Tensor
     ) -> Message:
-        """Run the layers.
+        """Run the layers. The last stage returns logits (B, T, V).
 
         Args:
             memory: hidden states or output of the encoder (B, S, D); none on the first stage.
             x: hidden states of the decoder (B, T, D); none until its first stage.
-            source, target, measure: tokens (B, S) and (B, T), and the function that the last stage returns.
+            source: tokens (B, S).
+            before: the decoder's input (B, T): the target, one token later.
         """
         mask = source != PAD
         if self.encoder is not None:
@@ -102,14 +97,12 @@ class Stage(nn.Module):
         assert memory is not None
         if self.decoder is None:
             return memory
-        if x is None:
-            before = F.pad(target, (1, -1), value=PAD)  # the decoder's input: the target, one token later
-            x = self.shared(before.masked_fill(before == IGNORE_INDEX, PAD))
+        x = self.shared(before) if x is None else x
         outputs = self.decoder(
             inputs_embeds=x, encoder_hidden_states=memory, encoder_attention_mask=mask, use_cache=False
         )
         y: Tensor = outputs.last_hidden_state
-        return measure(F.linear(y * self.scale, self.shared.weight), target) if self.is_last else (memory, y)
+        return F.linear(y * self.scale, self.shared.weight) if self.is_last else (memory, y)
 
 
 def split_layers(config: T5Config, stages: int) -> list[tuple[range, range]]:
@@ -141,7 +134,7 @@ def build_model(
         stages[i].load_state_dict(own, assign=True)
 
     def receives(stage: int, batch: dict[str, Any]) -> Message:
-        shapes = [(*batch[name].shape, config.d_model) for name in ("source", "target")]
+        shapes = [(*batch[name].shape, config.d_model) for name in ("source", "before")]
         memory, x = (like.new_empty(shape, device="meta") for shape in shapes)
         _, decoder = layers[stage]
         return (memory, x) if decoder.start else memory
@@ -156,34 +149,27 @@ def draw_batch(sequences: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return numbers, numbers.sort().values
 
 
-def cross_entropy(logits: Tensor, target: Tensor, tokens: float) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum") / tokens
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def share_correct(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the share of targets that greedy decoding would write: each token is the likeliest one after those before
-    it in the target.
-    """
-    return ((logits.argmax(-1) == target) | (target == IGNORE_INDEX)).all(1).to(logits.dtype).mean()
+def on_every_rank(number: float, device: torch.device) -> float:
+    """Return the sum of a number over the pipeline: that of the rank with the last stage, if all others have 0."""
+    total = torch.tensor(number, dtype=torch.float64, device=device)
+    all_reduce(total, pgm.process_group_manager.pp_group)
+    return total.item()
 
 
-def run(model: DataParallel, schedule: Schedule, batch: tuple[Tensor, Tensor], measure: Measure | None = None) -> float:
-    """Run a training step, or an evaluation, on the sources and targets of a batch, which every rank has.
-
-    Args:
-        measure: by default the cross entropy; its mean over micro-batches is the mean over all tokens.
+def run(step: WholeBatchStep, batch: tuple[Tensor, Tensor]) -> tuple[float, Tensor | None]:
+    """Run a step on the sources and targets of a batch, which every rank has.
 
     Returns:
-        The mean measure over all micro-batches, the same on every rank.
+        The mean loss, and on the rank with the last stage the logits.
     """
-    parts, device = schedule.micro_batches, next(model.parameters()).device
-    source, target = (each.to(device) for each in batch)
-    measure = measure or functools.partial(cross_entropy, tokens=int((target != IGNORE_INDEX).sum()) / parts)
-    pairs = zip(source.chunk(parts), target.chunk(parts), strict=True)
-    batches = BatchList([{"source": x, "target": y, "measure": measure} for x, y in pairs])
-    result = Executor(schedule)(model, batches, device).double()
-    all_reduce(result, pgm.process_group_manager.pp_group)
-    return result.item()
+    source, target = (each.to(step.device) for each in batch)
+    losses = list[Tensor]()
+    logits = step(source=source, before=F.pad(target, (1, -1), value=PAD), target=target, losses=losses)
+    return on_every_rank(sum(each.item() for each in losses) / step.micro_batches, step.device), logits
 
 
 def learn(config: Config, model_config: T5Config, schedule: Schedule, device: torch.device) -> None:
@@ -196,14 +182,17 @@ def learn(config: Config, model_config: T5Config, schedule: Schedule, device: to
     draw = torch.Generator().manual_seed(training.seed)
     held_out = draw_batch(HELD_OUT * sequences, draw)
     report = print_line if dist.get_rank() == 0 else lambda line: None
+    train, evaluate = (WholeBatchStep(schedule, model, device, loss_fn) for loss_fn in (cross_entropy, None))
     for step in range(1, training.total_train_steps + 1):
-        loss = run(model, schedule, draw_batch(sequences, draw))
+        loss, _ = run(train, draw_batch(sequences, draw))
         update_weights(model, optimizer, training.max_grad_norm)
         scheduler.step()
         if step % math.ceil(training.total_train_steps / 10) == 0:
             report(f"step {step} | loss {loss:.4f}")
-    evaluation = forward_only(schedule.pp, schedule.micro_batches, schedule.chunks, schedule.placement)
-    correct = run(model, evaluation, held_out, share_correct)
+    _, logits = run(evaluate, held_out)
+    # Greedy decoding would write a target if each of its tokens is the likeliest one after those before it.
+    sorts = 0.0 if logits is None else (logits.argmax(-1).cpu() == held_out[1]).all(1).double().mean().item()
+    correct = on_every_rank(sorts, device)
     report(f"{correct:.1%} of {HELD_OUT * sequences} held-out sequences are sorted")
 
 

@@ -1,4 +1,4 @@
-"""examples/encoder_decoder.py: losses, gradients and weights are those of transformers' T5."""
+"""examples/encoder_decoder.py: losses, gradient norms and weights are those of transformers' T5."""
 
 from typing import Any
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from conformance.worker_pool import WorkerPool
-from examples.encoder_decoder import PAD, build_model, name_in_transformers, run
-from picotron.model.cross_entropy import IGNORE_INDEX
-from picotron.model.placement import main_grad
+from examples.encoder_decoder import PAD, build_model, cross_entropy, name_in_transformers, run
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.examples import train_reference
 from tests.support.oracle import assert_close, make_config, with_exact_norms
 from tests.support.training import CPU
-from workbench.schedules.schedules import build, forward_only
+from workbench.pipelines.whole_batch import WholeBatchStep
+from workbench.schedules.schedules import build
 
 V, SEQUENCES, MICRO_BATCHES, STEPS = 17, 24, 6, 3
 TRAINING = make_config().training
@@ -41,12 +40,11 @@ def oracle(config: T5Config) -> T5ForConditionalGeneration:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return sources of 4 to 14 tokens and targets of 1 to 13."""
+    """Return sources of 4 to 14 tokens and targets of 13."""
     draw = torch.Generator().manual_seed(1)
     source, target = (torch.randint(1, V, (SEQUENCES, length), generator=draw) for length in (14, 13))
     ends = torch.randint(1, 14, (SEQUENCES, 1), generator=draw)
     source[torch.arange(14) >= 3 + ends.roll(1, 0)] = PAD
-    target[torch.arange(13) >= ends] = IGNORE_INDEX
     return source, target
 
 
@@ -55,45 +53,30 @@ def loss_of(model: T5ForConditionalGeneration, batch: tuple[Tensor, Tensor]) -> 
     return model(input_ids=source, attention_mask=(source != PAD).long(), labels=target).loss
 
 
-def by_name(stages: Any, attribute: Any) -> list[tuple[str, Tensor]]:
-    parameters = [each for stage in stages.values() for each in stage.named_parameters()]
-    return [(name_in_transformers(name), attribute(parameter).detach().clone()) for name, parameter in parameters]
-
-
-def train(name: str, pp: int) -> tuple[list[float], Any, Any]:
-    """Return the losses of all steps and of an evaluation, the gradients of the first step, and the last weights."""
+def train(name: str, pp: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Return the losses of all steps, the gradient norms, and this rank's weights at the end."""
     setup_process_group_manager(1, 1, pp, 1)
     config, schedule = model_config(), build(name, pp, MICRO_BATCHES)
     model: Any = build_model(config, schedule, oracle(config).state_dict(), CPU)
     with_exact_norms(model)
-    optimizer = AdamW(model, TRAINING, fused=False)
-    losses, gradients = [], None
+    step = WholeBatchStep(schedule, model, CPU, cross_entropy)
+    optimizer, losses, norms = AdamW(model, TRAINING, fused=False), list[float](), list[float]()
     for _ in range(STEPS):
-        losses.append(run(model, schedule, batch()))
-        gradients = gradients or by_name(model.module.stages, main_grad)
-        update_weights(model, optimizer, TRAINING.max_grad_norm)
-    evaluation = forward_only(pp, schedule.micro_batches, schedule.chunks, schedule.placement)
-    losses.append(run(model, evaluation, batch()))
-    return losses, gradients, by_name(model.module.stages, lambda parameter: parameter)
-
-
-def expected_training() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    model = oracle(model_config())
-    loss_of(model, batch()).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    records, weights = train_reference(model, TRAINING, STEPS, lambda: {"loss": loss_of(model, batch())})
-    return [*(record["loss"] for record in records), loss_of(model, batch()).item()], gradients, weights
+        losses.append(run(step, batch())[0])
+        norms.append(update_weights(model, optimizer, TRAINING.max_grad_norm).item())
+    stages = model.module.stages
+    weights = [each for stage in stages.values() for each in stage.state_dict().items()]
+    return losses, norms, {name_in_transformers(name): weight.clone() for name, weight in weights}
 
 
 @pytest.mark.processes
 def test_training_equals_transformers(pool: WorkerPool) -> None:
-    losses, *tensors = expected_training()
-    seen: dict[tuple[int, str], Tensor] = {}
-    for our_losses, *our_tensors in pool.run(train, 2, "zbv", 2):
-        assert_close(our_losses, losses, what="losses")
-        for kind, (found, expected) in enumerate(zip(our_tensors, tensors, strict=True)):
-            for parameter, tensor in found:
-                assert_close(tensor, expected[parameter], what=parameter)
-                replica = seen.setdefault((kind, parameter), tensor)
-                assert torch.equal(tensor, replica), f"replicas of {parameter} differ"
-    assert {parameter for _, parameter in seen} == tensors[0].keys()
+    model = oracle(model_config())
+    records, expected = train_reference(model, TRAINING, STEPS, lambda: {"loss": loss_of(model, batch())})
+    seen: dict[str, Tensor] = {}
+    for losses, norms, weights in pool.run(train, 2, "zbv", 2):
+        assert_close(losses, [record["loss"] for record in records], what="losses")
+        assert_close(norms, [record["grad_norm"] for record in records], what="norms")
+        for name, weight in weights.items():
+            assert torch.equal(weight, seen.setdefault(name, weight)), f"replicas of {name} differ"
+    assert_close(seen, expected)

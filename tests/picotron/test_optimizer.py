@@ -1,14 +1,13 @@
-"""The optimizer: learning rates, float32 master weights, and parameters of two dtypes."""
+"""The optimizer: float32 master weights, and parameters of two dtypes."""
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from picotron.config import Training
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import main_grad
-from picotron.optimizer import AdamW, make_scheduler
+from picotron.optimizer import AdamW
 from tests.support.oracle import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("_one_rank")
@@ -16,35 +15,6 @@ pytestmark = pytest.mark.usefixtures("_one_rank")
 
 def training(**changes: object) -> Training:
     return make_config(**{f"training__{key}": value for key, value in changes.items()}).training
-
-
-def torch_schedule(config: Training) -> list[float]:
-    """Return the learning rate of every step, computed with torch's schedulers."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    warmup, rest = config.warmup_steps, config.total_train_steps - config.warmup_steps
-    fall: LRScheduler = LinearLR(optimizer, 1.0, config.min_lr_ratio, rest)
-    if config.lr_scheduler == "cosine":
-        fall = CosineAnnealingLR(optimizer, rest, config.learning_rate * config.min_lr_ratio)
-    both = SequentialLR(optimizer, [LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup), fall], [warmup])
-    rates = []
-    for _ in range(config.total_train_steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        both.step()
-    return rates
-
-
-@pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_learning_rates_equal_torch_schedulers(shape: str) -> None:
-    config = training(lr_scheduler=shape, min_lr_ratio=0.1, warmup_steps=7, total_train_steps=30)
-    optimizer = AdamW(DataParallelNaive(nn.Linear(2, 2)), config, fused=True)
-    scheduler = make_scheduler(optimizer, config)
-    rates = []
-    for _ in range(config.total_train_steps):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert_close(rates, torch_schedule(config), 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])

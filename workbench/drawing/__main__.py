@@ -1,7 +1,7 @@
 """Draw pipeline schedules, and steps that runs have recorded, as text or into files:
 
     python -m workbench.drawing schedule zbv --pp 4 --micro_batches 8
-    python -m workbench.drawing all --out schedules.html
+    python -m workbench.drawing csv own.csv --out own.svg
 
 The unit of simulated times is the forward of one micro-batch through all stages of one rank. A backward takes 2 units,
 and each half of a split backward takes 1 unit. Recorded times are in seconds.
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from picotron.console import UserError
 from workbench.console import number, print_line
-from workbench.drawing.draw import write
+from workbench.drawing.draw_svg import as_svg
 from workbench.drawing.draw_text import as_text
 from workbench.drawing.score import score_tables
 from workbench.schedules.actions import AnyAction, Schedule
 from workbench.schedules.generation import generation
 from workbench.schedules.nccl_step import COMMUNICATORS, simulate_nccl
-from workbench.schedules.schedule_csv import assemble, is_message, read_csv, read_programs
+from workbench.schedules.schedule_csv import as_csv, assemble, is_message, read_csv, read_programs
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build
 from workbench.schedules.search import Shape, fastest_schedule, shapes
 from workbench.schedules.simulate import Costs, Timeline, simulate, summary
@@ -35,16 +35,6 @@ Timelines = dict[str, Timeline]  # by title
 def draw_schedule(options: argparse.Namespace) -> Timelines:
     schedule = build(options.name, options.pp, options.micro_batches, options.chunks, options.group_size)
     return drawn(options.name, schedule, options)
-
-
-def draw_all(options: argparse.Namespace) -> Timelines:
-    timelines: Timelines = {}
-    for name, recipe in SCHEDULES.items():
-        chunks = options.chunks if recipe.any_chunks else None
-        group_size = options.group_size if recipe.has_groups else None
-        schedule = build(name, options.pp, options.micro_batches, chunks, group_size)
-        timelines |= drawn(name, schedule, options)
-    return timelines
 
 
 def draw_csv(options: argparse.Namespace) -> Timelines:
@@ -76,17 +66,20 @@ def search(options: argparse.Namespace) -> Timelines:
 
 def search_measured(options: argparse.Namespace) -> Timelines:
     recorded, costs = recorded_costs(options.run_dir, options.step)
-    check_activations(recorded.num_stages, options)
+    if options.activations and len(options.activations) != recorded.num_stages:
+        raise UserError(
+            f"--activations has {len(options.activations)} sizes, but there are {recorded.num_stages} stages"
+        )
     return fastest(recorded.pp, {(recorded.chunks, recorded.placement): costs}, options)
 
 
 def fastest(pp: int, costs: Mapping[Shape, Costs], options: argparse.Namespace) -> Timelines:
     """Return the timeline of the fastest schedule that fits into --memory."""
-    found = fastest_schedule(
-        pp, options.micro_batches, options.memory, costs, options.deferred, sizes=options.activations
-    )
+    sizes = options.activations
+    found = fastest_schedule(pp, options.micro_batches, options.memory, costs, sizes=sizes)
     name = f"{found.name}, {found.schedule.placement} placement, memory limit {options.memory:g}"
-    return {f"{title(name, found.schedule)}, {found.quality}": simulate(found.schedule, found.costs)}
+    timeline = dataclasses.replace(simulate(found.schedule, found.costs), sizes=sizes)
+    return {f"{title(name, found.schedule)}, {found.quality}": timeline}
 
 
 def drawn(
@@ -95,7 +88,7 @@ def drawn(
     """Return the timeline of a schedule with equal stages; with --nccl, also in the order of the programs' messages."""
     costs, caption = equal_stages(schedule.pp, schedule.chunks, options), title(name, schedule)
     if not options.nccl:
-        waits = name in LOOPS and costs.p2p + costs.transfer > 0
+        waits = name in LOOPS and costs.p2p > 0
         return {caption: simulate(schedule, dataclasses.replace(costs, waits=waits))}
     played = simulate_nccl(schedule, costs, programs, options.nccl)
     stall = played.step_time / simulate(schedule, costs).step_time - 1
@@ -104,19 +97,7 @@ def drawn(
 
 def equal_stages(pp: int, chunks: int, options: argparse.Namespace) -> Costs:
     """Return costs with which a rank takes the same time for a micro-batch, whatever the number of its stages."""
-    return Costs(weights=[1 / chunks] * pp * chunks, p2p=options.p2p, transfer=options.transfer)
-
-
-def with_activations(timeline: Timeline, options: argparse.Namespace) -> Timeline:
-    """Return the timeline with the sizes of --activations and --deferred."""
-    stages = {part.stage for program in timeline.programs for action in program for part in action.parts}
-    check_activations(len(stages), options)
-    return dataclasses.replace(timeline, sizes=options.activations, deferred=options.deferred)
-
-
-def check_activations(stages: int, options: argparse.Namespace) -> None:
-    if options.activations and len(options.activations) != stages:
-        raise UserError(f"--activations has {len(options.activations)} sizes, but there are {stages} stages")
+    return Costs(weights=[1 / chunks] * pp * chunks, p2p=options.p2p)
 
 
 def score(options: argparse.Namespace) -> Timelines:
@@ -144,43 +125,37 @@ COMMANDS = {
         draw_schedule,
         "draw a hand-made schedule",
         "zbv --pp 4 --micro_batches 8 --out zbv.svg",
-        "name --pp --micro_batches --chunks --group_size --p2p --transfer --nccl --activations --deferred --out",
-    ),
-    "all": Command(
-        draw_all,
-        "draw all hand-made schedules",
-        "--pp 4 --micro_batches 8 --out schedules.html",
-        "--pp --micro_batches --chunks --group_size --p2p --transfer --nccl --deferred --out",
+        "name --pp --micro_batches --chunks --group_size --p2p --nccl --out",
     ),
     "csv": Command(
         draw_csv,
         "draw a schedule from a CSV file with one line of actions per pp rank",
         "own.csv --p2p 0.1",
-        "file --p2p --transfer --nccl --activations --deferred --out",
+        "file --p2p --nccl --out",
     ),
     "measured": Command(
         draw_measured,
         "draw a step that a run recorded (logging.trace_steps)",
         "runs/pp2 --step 4",
-        "run_dir --step --activations --deferred --out",
+        "run_dir --step --out",
     ),
     "generation": Command(
         draw_generation,
         "draw the rotation in which a pipeline generates text",
         "--pp 3 --tokens 4",
-        "--pp --groups --tokens --chunks --p2p --transfer --out",
+        "--pp --groups --tokens --chunks --p2p --out",
     ),
     "search": Command(
         search,
         "find the fastest schedule that fits into memory",
         "--pp 2 --micro_batches 4 --activations 5.04 3.9 --memory 8",
-        "--memory --pp --micro_batches --chunks|--activations --deferred --p2p --transfer --out",
+        "--memory --pp --micro_batches --chunks|--activations --p2p --out",
     ),
     "search_measured": Command(
         search_measured,
         "find the fastest schedule for the times in a recorded step",
         "runs/pp2 --memory 2 --out found.csv",
-        "run_dir --memory --step --micro_batches --activations --deferred --out",
+        "run_dir --memory --step --micro_batches --activations --out",
     ),
     "score": Command(
         score,
@@ -206,27 +181,38 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--chunks": COUNT | {"help": "stages per pp rank, where a schedule works with any number"},
     "--group_size": COUNT | {"help": "micro-batches that take turns on the chunks of interleaved_1f1b and zb_h1"},
     "--p2p": TIME | {"help": "latency of a message between pp ranks; by default 0"},
-    "--transfer": TIME | {"help": "time in which a message occupies the link between two pp ranks; by default 0"},
     "--nccl": {"nargs": "?", "const": "directions", "choices": COMMUNICATORS,
                "help": "run the messages of each communicator in the order of the calls, as NCCL does: those of the file, "
                        "or those that picotron adds; default: two communicators, one for each direction"},
     "--activations": SIZE | {"nargs": "+", "help": "activations of a micro-batch in each stage, in any unit; by default, "
                                                    "those in all stages of a pp rank are 1"},
-    "--deferred": {"type": number(float, 0), "metavar": "FRACTION", "default": 1.0,
-                   "help": "fraction of the activations that W needs after I, above 1 if I computes them again; by "
-                           "default 1"},
     "--memory": SIZE | {"required": True, "help": "the most activations that a pp rank may hold, in micro-batches or "
                                                   "in the unit of --activations"},
-    "--out": {"type": Path, "metavar": "FILE", "help": "file to write instead of text: .svg, .html, .json (a trace) "
-                                                       "or .csv (the schedule)"},
+    "--out": {"type": Path, "metavar": "FILE", "help": "file to write instead of text: .svg, or .csv (the schedule)"},
 }  # fmt: skip
+
+
+def write(timelines: Timelines, path: Path) -> None:
+    """Write a timeline in the format of the path's suffix.
+
+    Raises:
+        UserError: the suffix is unknown, or the file cannot be written.
+    """
+    if path.suffix not in (".svg", ".csv"):
+        raise UserError(f"--out {path} must end in .svg or .csv (the schedule)")
+    for timeline in timelines.values():
+        text = as_svg(timeline) if path.suffix == ".svg" else as_csv(timeline.programs)
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     program = "python -m workbench.drawing"
     parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=raw)
-    parser.set_defaults(activations=None, deferred=1.0, out=None)  # for commands without these options
+    parser.set_defaults(out=None)  # for commands without this option
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         description = f"{command.help}:\n\n    {program} {name} {command.example}"
@@ -242,7 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     try:
-        timelines = {name: with_activations(timeline, options) for name, timeline in options.run(options).items()}
+        timelines = options.run(options)
         if options.out:
             write(timelines, options.out)
             return

@@ -1,11 +1,10 @@
-"""SVG drawings, without a drawing package: shapes, text, arrows; a timeline; an HTML page that compares several."""
+"""SVG drawings, without a drawing package: shapes, text, arrows, and timelines."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
-from workbench.schedules.simulate import Timeline, computes, memory_curves, summary, tick_distance
+from workbench.schedules.simulate import Timeline, computes, memory_curves, tick_distance
 
 # Okabe and Ito's colours, which colour-blind people can distinguish; those of W and R are lighter, for black text.
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#1fb58a", "R": "#d9a0c0"}
@@ -42,36 +41,6 @@ text { font-size: 17px }
 .bent { fill: none }
 .memory { fill: #888; fill-opacity: 0.6 }
 """
-
-
-class Box(NamedTuple):
-    """A rectangle: an action, or one part of an overlapped pair. `top` and `height` are fractions of a row."""
-
-    rank: int
-    start: float
-    end: float
-    top: float
-    height: float
-    colour: str
-    label: str
-    title: str
-
-
-def boxes(timeline: Timeline) -> list[Box]:
-    """Return the boxes of a timeline. Each kind of action has a colour, lighter in later chunks. Boxes of messages and
-    reductions are low, because these can overlap computations.
-    """
-    drawn = []
-    for rank, spans in enumerate(timeline.spans):
-        stages = sorted({part.stage for span in spans for part in span.action.parts})
-        for action, start, end in spans:
-            title = f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}"
-            for i, part in enumerate(action.parts):
-                share = 1 / len(action.parts)
-                top, height, label = (i * share, share, str(part.micro_batch)) if computes(action) else (0.75, 0.25, "")
-                colour = lighter(COLOURS.get(part.kind, MESSAGE), stages.index(part.stage) / len(stages))
-                drawn.append(Box(rank, start, end, top, height, colour, label, title))
-    return drawn
 
 
 def kinds(*timelines: Timeline) -> list[str]:
@@ -154,7 +123,8 @@ class Svg:
         self.parts.append(f'<polygon class="arrow" points="{text}"/>')
 
     def timeline(self, timeline: Timeline, x: float, y: float, scale: float, row: float, gap: float) -> None:
-        """Add a row of boxes for each pp rank.
+        """Add a row of boxes for each pp rank. Each kind of action has a colour, lighter in later chunks. Boxes of
+        messages and reductions are low, because these can overlap computations.
 
         Args:
             scale: pixels per unit of time.
@@ -163,9 +133,18 @@ class Svg:
         """
         for rank in range(len(timeline.spans)):
             self.frame(x, y + rank * (row + gap), timeline.step_time * scale, row)
-        for box in boxes(timeline):
-            top, width = y + box.rank * (row + gap) + box.top * row, (box.end - box.start) * scale
-            self.box(x + box.start * scale, top, width, box.height * row, box.colour, box.label, box.title)
+        for rank, spans in enumerate(timeline.spans):
+            stages = sorted({part.stage for span in spans for part in span.action.parts})
+            for action, start, end in spans:
+                title = f"{action}, pp rank {rank}, {start:.6g} to {end:.6g}"
+                for i, part in enumerate(action.parts):
+                    share = 1 / len(action.parts)
+                    below, height, label = (
+                        (i * share, share, f"{part.micro_batch}") if computes(action) else (3 / 4, 1 / 4, "")
+                    )
+                    colour = lighter(COLOURS.get(part.kind, MESSAGE), stages.index(part.stage) / len(stages))
+                    place = x + start * scale, y + rank * (row + gap) + below * row, (end - start) * scale, height * row
+                    self.box(*place, colour, label, title)
 
     def curve(
         self, curve: Sequence[tuple[float, float]], end: float, x: float, bottom: float, scale: float, unit: float
@@ -204,18 +183,15 @@ class Svg:
         return "\n".join([*first, *self.parts, "</svg>\n"])
 
 
-def as_svg(timeline: Timeline, duration: float | None = None, with_legend: bool = True) -> str:
+def as_svg(timeline: Timeline) -> str:
     """Draw a timeline as SVG: a legend, a row for each rank with the curve of its activations below, and a time axis.
     Hovering over an action shows its name and times. Text is 14 px high where GitHub shows the picture 830 px wide.
-
-    Args:
-        duration: time that the width stands for, to compare timelines; by default the step's time.
     """
-    duration, picture = duration or timeline.step_time, Svg(WIDTH)
-    scale, each, curves = (WIDTH - LEFT - 12) / duration, ROW + CURVE + GAP, memory_curves(timeline)
+    picture, curves = Svg(WIDTH), memory_curves(timeline)
+    scale, each = (WIDTH - LEFT - 12) / timeline.step_time, ROW + CURVE + GAP
     peaks = [max(live for _, live in curve) for curve in curves]
-    top = picture.legend(0, 0, timeline) if with_legend else 0.0
-    if with_legend and any(peaks):
+    top = picture.legend(0, 0, timeline)
+    if any(peaks):
         text = (
             f"Curves: activations, up to {max(peaks):.4g} {timeline.memory_unit}. The number below a rank is its peak."
         )
@@ -229,55 +205,5 @@ def as_svg(timeline: Timeline, duration: float | None = None, with_legend: bool 
             picture.text(0, bottom - 3, f"{peak:.4g}")
             picture.curve(curve, timeline.step_time, LEFT, bottom, scale, CURVE / max(peaks))
     picture.height = top + len(curves) * each + LINE
-    picture.time_axis(LEFT, picture.height - LINE - 4, scale, duration)
+    picture.time_axis(LEFT, picture.height - LINE - 4, scale, timeline.step_time)
     return str(picture)
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width"/>
-<title>{title}</title>
-<style>{style}
-body {{ font-size: 15px; line-height: 1.5; margin: 2em; max-width: 984px }}
-h2 {{ font-size: 1em; margin: 2em 0 0.5em }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ text-align: left; padding: 0.1em 1.5em 0.1em 0; border-bottom: 1px solid #8888 }}
-.key {{ display: inline-block; color: #000; padding: 0 0.5em; margin-right: 1em }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{legend}</p>
-<p>The number in a box is its micro-batch. A lighter colour is a later chunk, and grey is idle time. Two half boxes are
-a forward and a backward that overlap; low boxes are messages and reductions. The curve below a rank shows its
-activations, and the number beside it their peak, in units of one micro-batch in all stages of a pp rank. The unit of simulated times is the forward of one micro-batch through all of these stages;
-measured times are in seconds. Hover over a box to see its action, stage first: 2F0 is the forward of micro-batch 0
-through stage 2.</p>
-<table>
-{table}
-</table>
-{pictures}
-</body>
-</html>
-"""
-
-
-def as_page(title: str, timelines: Mapping[str, Timeline]) -> str:
-    """Draw named timelines on one time axis, as a self-contained HTML page."""
-    keys = kinds(*timelines.values())
-    legend = [f'<span class="key" style="background: {COLOURS[key]}">{key} {MEANING[key]}</span>' for key in keys]
-    rows = [["", *summary(next(iter(timelines.values())))]]
-    rows += [[name, *summary(timeline).values()] for name, timeline in timelines.items()]
-    duration = max(timeline.step_time for timeline in timelines.values())
-    pictures = [
-        f"<h2>{escape(name)}</h2>\n{as_svg(each, duration, with_legend=False)}" for name, each in timelines.items()
-    ]
-    return PAGE.format(
-        title=escape(title),
-        style=STYLE,
-        legend="\n".join(legend),
-        table="\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
-        pictures="\n".join(pictures),
-    )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from picotron.config import Config
 
 MAX_SYMBOLS = 10_000  # in one repetition of a pp_layout, written out
+REPEATED = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|])(?=\*))(?:\*([0-9]{1,9}))?(?![0-9*])")
 
 
 def stages_for(config: "Config", model_config: "PreTrainedConfig", ranks: Sequence[int]) -> list[Stage]:
@@ -73,30 +74,21 @@ def parse_stages(text: str, num_layers: int, num_stages: int) -> list[Stage]:
 
 def expand(text: str) -> str:
     """Write out repetitions and groups, and drop commas and spaces: `E,(t|)*2L` is `Et|t|L`."""
-    groups = [""]  # the expanded text so far, then that of each open group
-    last = ""  # the text that a * would repeat
-    for match in re.finditer(r"\*([0-9]{0,9})|.", text, re.DOTALL):
-        token, times = match[0], int(match[1] or 0)
-        if token in "EtmL|":
-            last = token
-            groups[-1] += last
-        elif token == "(":
-            groups.append("")
-            last = ""
-        elif token == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] += last
-        elif times > 0 and last and times * len(last) <= MAX_SYMBOLS:
-            groups[-1] += last * (times - 1)
-            last = ""
-        elif token not in ", ":
+    expanded = re.sub("[, ]", "", text)
+    while match := REPEATED.search(expanded):  # the first group without a group inside, or a repeated symbol
+        group, symbol, times = match.groups()
+        written = (group or symbol or "") * int(times or 1)
+        if not 0 < len(written) <= MAX_SYMBOLS:
             raise UserError(
-                f"cannot parse pp_layout={text!r} at character {match.start() + 1}, {token!r}; expected E, t, L, |, "
-                f"( or ), or *n after what it repeats, with n at least 1; a repetition has up to {MAX_SYMBOLS} symbols"
+                f"pp_layout={text!r} has {match[0]!r}, which is {len(written)} symbols; use 1 to {MAX_SYMBOLS}"
             )
-    if len(groups) > 1:
-        raise UserError(f"pp_layout={text!r} lacks {len(groups) - 1} closing parentheses at its end")
-    return groups[0]
+        expanded = expanded[: match.start()] + written + expanded[match.end() :]
+    if wrong := re.search("[^EtmL|].*", expanded, re.DOTALL):
+        raise UserError(
+            f"cannot parse pp_layout={text!r} from {wrong[0]!r} on; expected E, t, L, |, a group in parentheses, or *n "
+            f"after what it repeats"
+        )
+    return expanded
 
 
 def count_stages(text: str) -> int:

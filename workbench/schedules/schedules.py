@@ -61,29 +61,6 @@ def looped_bfs(rank: int, pp: int, micro_batches: int, chunks: int) -> Program:
     return program
 
 
-def schedule_table(micro_batches: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """Return the order of (micro-batch, chunk) in which a rank of an interleaved schedule runs its forwards: a group of
-    micro-batches through the first chunk, the same group through the next one, ..., then the next group.
-
-    Backwards run in the same order, with the chunks counted from the last one.
-    """
-    groups = [range(i, min(i + group_size, micro_batches)) for i in range(0, micro_batches, group_size)]
-    return [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-
-
-def signed_order(table: list[tuple[int, int]], chunks: int, warmup: int) -> list[int]:
-    """Return a rank's actions as signed chunk numbers from 1: 2 is a forward of the second chunk, -2 a backward.
-
-    Args:
-        table: the result of `schedule_table`.
-        warmup: number of forwards before the first pair of a forward and a backward.
-    """
-    forwards = [chunk + 1 for _, chunk in table]
-    backwards = [chunk - chunks for _, chunk in table]
-    pairs = itertools.zip_longest(forwards[warmup:], backwards, fillvalue=0)
-    return forwards[:warmup] + [number for pair in pairs for number in pair if number]
-
-
 def smallest_group(pp: int, micro_batches: int, last: int) -> int:
     """Return the smallest group size of an interleaved schedule that makes no group shorter than `last` micro-batches.
 
@@ -97,7 +74,11 @@ def smallest_group(pp: int, micro_batches: int, last: int) -> int:
 def interleaved_order(
     rank: int, pp: int, micro_batches: int, chunks: int, group_size: int | None, warmup_per_rank: int
 ) -> list[int]:
-    """Return the `signed_order` of a rank in which groups of micro-batches take turns on the chunks.
+    """Return the actions of a rank in which groups of micro-batches take turns on the chunks, as signed chunk numbers
+    from 1: 2 is a forward of the second chunk, -2 a backward.
+
+    A group runs through the first chunk, then through the next one, ..., then the next group. Backwards run in the same
+    order, with the chunks counted from the last one. After the warm-up, forwards and backwards alternate.
 
     Args:
         group_size: g, the number of micro-batches that run through a chunk before the next chunk's turn; by default the
@@ -114,9 +95,11 @@ def interleaved_order(
             f"a group of {group_size} micro-batches is smaller than pp_size={pp}: it would end before its first micro-batch "
             f"leaves the pipeline; use a group size of at least {min(pp, micro_batches)}"
         )
-    full_groups = -(-micro_batches // group_size) * group_size  # `Program` drops those beyond the last micro-batch
+    groups = -(-micro_batches // group_size)  # `Program` drops actions beyond the last micro-batch
+    forwards = [chunk + 1 for _ in range(groups) for chunk in range(chunks) for _ in range(group_size)]
     warmup = (chunks - 1) * group_size + warmup_per_rank * (pp - rank - 1)
-    return signed_order(schedule_table(full_groups, chunks, group_size), chunks, warmup)
+    pairs = itertools.zip_longest(forwards[warmup:], (number - chunks - 1 for number in forwards), fillvalue=0)
+    return forwards[:warmup] + [number for pair in pairs for number in pair if number]
 
 
 def interleaved_1f1b(rank: int, pp: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Program:

@@ -23,26 +23,24 @@ from tests.support.oracle import (
 from workbench.run.layout_checks import check_context_parallel
 from workbench.variants.choose import attention
 
+LENGTH = 96
 
-def attention_inputs(dtype: torch.dtype = torch.float64, length: int = 24) -> tuple[Tensor, ...]:
+
+def attention_inputs() -> tuple[Tensor, ...]:
     """Return full-sequence q, k, v and the gradient of the output, with 24 query heads and 12 key/value heads."""
     generator = torch.Generator().manual_seed(0)
-    heads, kv_heads = 24, 12
-    shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8), (2, heads, length, 8)]
-    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
+    return tuple(torch.randn(2, heads, LENGTH, 8, generator=generator).double() for heads in (24, 12, 12, 24))
 
 
-def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: int = 24) -> tuple[Tensor, ...]:
+def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return this rank's positions, and its shards of the output and of the gradients of q, k and v."""
     cp = dist.get_world_size()
     grid = setup_process_group_manager(1, cp, 1, 1)
     layout = {"distributed__cp_engine": engine, "distributed__cp_sharding": sharding}
-    config = make_config(distributed__cp_size=cp, training__seq_length=length, **layout)
-    positions = local_positions(length, cp, grid.cp_rank, sharding)
+    config = make_config(distributed__cp_size=cp, training__seq_length=LENGTH, **layout)
+    positions = local_positions(LENGTH, cp, grid.cp_rank, sharding)
     # The strides are those of the model, which transposes (B, T, H, K).
-    *qkv, dy = (
-        x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(dtype, length)
-    )
+    *qkv, dy = (x[:, :, positions].to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs())
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     y = attention(config)(q, k, v)
     y.backward(dy)
@@ -50,13 +48,12 @@ def attention_of_a_rank(engine: str, sharding: str, dtype: torch.dtype, length: 
     return positions, y.detach(), q.grad, k.grad, v.grad
 
 
-def whole_attention(length: int = 24) -> list[Tensor]:
+def whole_attention() -> list[Tensor]:
     """Return output and gradients of PyTorch's attention over the full sequences."""
-    q, k, v, dy = attention_inputs(length=length)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q, k, v, dy = (x.requires_grad_() for x in attention_inputs())
     with sdpa_kernel(SDPBackend.MATH):
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    y.backward(dy)
+    y.backward(dy.detach())
     return [y.detach(), q.grad, k.grad, v.grad]
 
 
@@ -72,10 +69,10 @@ def errors_of(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 def test_bfloat16_errors_do_not_grow_with_the_ring(pool: WorkerPool) -> None:
     """Blocks are combined in float32, so their number does not affect the error, nor does the engine the sums."""
-    expected, errors = whole_attention(96), {}
+    expected, errors = whole_attention(), {}
     for cp in (2, 6):
         ring, gathered = (
-            joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16, 96))
+            joined(pool.run(attention_of_a_rank, cp, engine, "zigzag", torch.bfloat16))
             for engine in ("ring", "all_gather")
         )
         assert max(errors_of(gathered, ring)) < 2e-4
@@ -109,7 +106,7 @@ def pairs_computed(engine: str, sharding: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("engine", "cp"), [("ring", 4), ("all_gather", 2)])
 def test_zigzag_is_balanced_and_skips_masked_blocks(pool: WorkerPool, engine: str, cp: int) -> None:
-    everything = 24 * 25 // 2
+    everything = LENGTH * (LENGTH + 1) // 2
     zigzag = pool.run(pairs_computed, cp, engine, "zigzag")
     assert zigzag == [(everything // cp, everything // cp)] * cp
     forward = [pairs for pairs, _ in pool.run(pairs_computed, cp, engine, "contiguous")]

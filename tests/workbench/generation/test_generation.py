@@ -78,8 +78,8 @@ def greedy(sampling: Sampling) -> list[Completion]:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"pp_size": 2, "pp_engine": "zbv"},
-    {"pp_size": 2, "tp_size": 2, "dp_size": 2},
+    {"pp_size": 2, "pp_engine": "zbv", "dp_size": 2},
+    {"pp_size": 2, "tp_size": 2},
 ]
 
 
@@ -125,7 +125,7 @@ def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transform
     ]
     samplings = [Sampling(15, ends=ends, **each) for each in constraints]
     samplings += [Sampling(15, 1.0, seed=2, ends=ends, **each) for each in constraints]
-    found = results(pool, {"pp_size": 2, "tp_size": 2}, [(PROMPTS, sampling) for sampling in samplings])
+    found = results(pool, {"pp_size": 2}, [(PROMPTS, sampling) for sampling in samplings])
     for ours, constraint in zip(found, constraints, strict=False):
         options: dict[str, Any] = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
         if "allowed_tokens" in constraint:

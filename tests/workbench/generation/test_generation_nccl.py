@@ -1,6 +1,5 @@
 """Generation finishes under NCCL's rules, and takes as long as its schedule says."""
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,13 +30,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp_size": 2, "pp_engine": "dualpipev", "tp_size": 2, "dp_size": 2},
 ]
 allocate = Rotation.buffers
-
-
-@pytest.fixture(autouse=True)
-def _fill_uninitialized_memory_with_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def zeros(rotation: Rotation, action: Action) -> list[Tensor]:

@@ -69,9 +69,22 @@ def assert_finishes(programs: list[Program]) -> None:
 
 
 @pytest.mark.parametrize(("engine", "chunks"), CHUNKS)
-def test_pipelines_finish(tmp_path: Path, engine: str, chunks: int | None) -> None:
-    for pp, micro_batches in ((2, 1), (2, 5), (3, 4), (4, 2), (4, 6)):
-        assert_finishes(pipeline(tmp_path, engine, pp, micro_batches, chunks))
+def test_pipelines_finish_and_take_as_long_as_simulated(tmp_path: Path, engine: str, chunks: int | None) -> None:
+    """If messages take no time, and all stages the same, the order of the messages costs none, either. With unequal
+    stages, it can: `simulate_nccl` makes the calls of the executor.
+    """
+    for pp, micro_batches in ((2, 5), (3, 1), (4, 2), (4, 6)):
+        schedule = build(engine.removeprefix("executor "), pp, micro_batches, chunks)
+        recordings = pipeline(tmp_path, engine, pp, micro_batches, chunks)
+        assert_finishes(recordings)
+        programs = [until_evaluation(program) for program in recordings]
+        for one_at_a_time in (False, True):
+            played = Play(programs, functools.partial(time_of, Costs()), one_at_a_time).run()
+            assert played == simulate(schedule).step_time
+        if engine not in LOOPS:
+            unequal = Costs(weights=[1.0 + stage * 3 % 4 / 4 for stage in range(schedule.num_stages)])
+            played = Play(programs, functools.partial(time_of, unequal)).run()
+            assert played == pytest.approx(simulate_nccl(schedule, unequal).step_time)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
@@ -86,23 +99,6 @@ def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", EXPERTS, ids=layout_name)
 def test_steps_with_experts_finish(layout: dict[str, Any]) -> None:
     assert_finishes(recorded(layout | {"ep_size": 2}, 3, "mixtral"))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_steps_take_as_long_as_simulated(tmp_path: Path, engine: str) -> None:
-    """If messages take no time, and all stages the same, the order of the messages costs none, either. With unequal
-    stages, it can: `simulate_nccl` makes the calls of the executor.
-    """
-    for pp, micro_batches in ((2, 4), (4, 6)):
-        schedule = build(engine.removeprefix("executor "), pp, micro_batches)
-        unequal = Costs(weights=[1.0 + stage * 3 % 4 / 4 for stage in range(schedule.num_stages)])
-        programs = [until_evaluation(program) for program in pipeline(tmp_path, engine, pp, micro_batches)]
-        for one_at_a_time in (False, True):
-            played = Play(programs, functools.partial(time_of, Costs()), one_at_a_time).run()
-            assert played == simulate(schedule).step_time
-        if engine not in LOOPS:
-            played = Play(programs, functools.partial(time_of, unequal)).run()
-            assert played == pytest.approx(simulate_nccl(schedule, unequal).step_time)
 
 
 def time_of(costs: Costs, event: Event) -> float:

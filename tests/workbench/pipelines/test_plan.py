@@ -82,10 +82,11 @@ def test_parse_stages_reads_the_notation(text: str, expected: list[str]) -> None
         ("Ett|t|L", r"has 3 stages, but pp_size times pp_chunks \(of pp_engine\) is 2"),
         ("Ett|ttL", r"has 4 layers \(t\), but num_hidden_layers=3"),
         ("tt|tL", "has 0 E"),
-        ("Etx|ttL", r"pp_layout='Etx\|ttL' at character 3, 'x'"),
-        ("E((t*1000)*1000)*1000|L", "a repetition has up to 10000 symbols"),
-        ("Ettt*0|L", r"character 5, '\*0'"),
-        ("E((t|ttL", "lacks 2 closing parentheses at its end"),
+        ("Etx|ttL", r"pp_layout='Etx\|ttL' from 'x\|ttL' on"),
+        ("E((t*1000)*1000)*1000|L", "is 1000000 symbols; use 1 to 10000"),
+        ("Ettt*0|L", r"'t\*0', which is 0 symbols"),
+        ("E((t|ttL", r"from '\(\(t\|ttL' on"),
+        ("Et*2*3|L", r"from '\*2\*3\|L' on"),
     ],
 )
 def test_parse_stages_rejects_bad_text(text: str, message: str) -> None:

@@ -34,7 +34,7 @@ class Stage(nn.Module):
         return x + gain[:, None, None] * scale.T[..., None] * (mask @ torch.tanh(self.linear(x)))
 
 
-class DictStage(Stage):
+class LastStage(Stage):
     """A last stage with outputs of several kinds, as models of Hugging Face have."""
 
     def forward(self, x: Tensor, **others: Tensor) -> Any:
@@ -44,67 +44,54 @@ class DictStage(Stage):
 
 def stages_and_batch() -> tuple[list[Stage], Tensor, Tensor, dict[str, Tensor]]:
     torch.manual_seed(1)
-    stages = [Stage(), Stage()]
+    stages = [Stage(), LastStage()]
     T, B = 5, 2 * M
     x, target = torch.randn(2, B, T, D, dtype=torch.float64)
     batch = {"mask": torch.rand(T, T).tril(), "scale": torch.rand(T, B), "gain": torch.rand(B)}
     return stages, x, target, {name: each.double() for name, each in batch.items()}
 
 
+def loss(y: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.mse_loss(y["logits"], target)
+
+
 def steps(name: str) -> dict[str, Any]:
-    """Run steps, also one whose outputs are of several kinds. Returns outputs, losses and gradients."""
+    """Run a step and evaluations. Returns outputs, losses and gradients."""
     rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
     stages, x, target, batch = stages_and_batch()
-    schedule, dims = build(name, 2, M), {"scale": 1, "mask": None}
-
-    def model_of(first: nn.Module, last: nn.Module) -> DataParallelBucket:
-        receives = torch.empty_like(x[:2], device="meta")
-        return DataParallelBucket(Pipeline({0: first, 1: last}, lambda *_: receives, schedule))
-
-    def gradients() -> list[Tensor]:
-        return [main_grad(each).clone() for each in model.module.stages[str(rank)].parameters()]
-
-    model: Any = model_of(stages[0], last := DictStage())
-    last.load_state_dict(stages[1].state_dict())
-    step = WholeBatchStep(schedule, model, CPU, lambda y, target: F.mse_loss(y["logits"], target), dims)
-    kinds = [step(x, target=target, **batch), WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch)]
-    kinds_gradients = gradients()
+    schedule, dims, losses = build(name, 2, M), {"scale": 1, "mask": None}, list[Tensor]()
+    receives = torch.empty_like(x[:2], device="meta")
+    model: Any = DataParallelBucket(Pipeline(dict(enumerate(stages)), lambda *_: receives, schedule))
+    step = WholeBatchStep(schedule, model, CPU, loss, dims)
     with pytest.raises(UserError, match="should be a list"):
         step(x, target=target, losses=(), **batch)
     with pytest.raises(UserError, match="'scale' has 5 elements in dimension 0, which cannot be divided into 3"):
         WholeBatchStep(schedule, model, CPU, None, {"mask": None})(x, **batch)
-    model.close()
-
-    model, losses = model_of(*stages), list[Tensor]()
-    ours = WholeBatchStep(schedule, model, CPU, F.mse_loss, dims)
-    found: dict[str, Any] = {"output": ours(x, target=target, losses=losses, **batch), "losses": losses}
-    found["gradients"] = gradients()
-    evaluation = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims)
-    found["evaluation"] = evaluation(x, target=target, **batch)
-    along = WholeBatchStep(forward_only(2, M), model, CPU, F.mse_loss, dims, output_dim=1)
-    found["joined along T"] = along(x, target=target, **batch)
-
-    return found | {"kinds": kinds, "kinds_gradients": kinds_gradients}
+    outputs = [
+        step(x, target=target, losses=losses, **batch),
+        WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch),
+    ]
+    gradients = [main_grad(each).clone() for each in stages[rank].parameters()]
+    outputs.append(WholeBatchStep(forward_only(2, M), model, CPU, loss, dims)(x, target=target, **batch))
+    along = WholeBatchStep(schedule, model, CPU, None, dims, output_dim=1)(x, **batch)
+    return {"outputs": outputs, "losses": losses, "gradients": gradients, "joined along T": along}
 
 
 @pytest.mark.parametrize("name", ["afab", "1f1b", "zb_h1"])
 def test_outputs_losses_and_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
     first, last = pool.run(steps, 2, name)
     stages, x, target, batch = stages_and_batch()
-    y = stages[1](stages[0](x, **batch), **batch)
+    y = stages[1](stages[0](x, **batch), **batch)["logits"]
     losses = torch.stack([F.mse_loss(*each) for each in zip(y.chunk(M), target.chunk(M), strict=True)])
     losses.mean().backward()
     y = y.detach()
     for rank, stage in zip((first, last), stages, strict=True):
-        for kind in ("gradients", "kinds_gradients"):
-            for gradient, parameter in zip(rank[kind], stage.parameters(), strict=True):
-                assert_close(gradient, parameter.grad)
-    assert (first["output"], first["losses"], first["kinds"]) == (None, [], [None, None])
+        for gradient, parameter in zip(rank["gradients"], stage.parameters(), strict=True):
+            assert_close(gradient, parameter.grad)
+    assert (first["outputs"], first["losses"]) == ([None] * 3, [])
     assert_close(torch.stack(last["losses"]), losses.detach())
-    assert_close(last["output"], y)
-    assert_close(last["evaluation"], y)
-    assert_close(last["joined along T"], torch.cat(y.chunk(M), 1))
-    for found in last["kinds"]:
+    assert_close(last["joined along T"]["logits"], torch.cat(y.chunk(M), 1))
+    for found in last["outputs"]:
         assert_close(found["logits"], y)
         assert_close(found["both"][0], 2 * y)
         assert found["both"][1] is None

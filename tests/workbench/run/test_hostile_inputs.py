@@ -185,10 +185,11 @@ COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a pr
     ]),
     (drawing.main, "", [
         "", "none", "schedule", "schedule csv:x", "schedule 1f1b zbv", "csv", "csv no.csv", "search", "search_measured @ --memory 1",
+        "search --memory 1 --activations", "search --memory 1 --activations 1",
         "measured", "measured @", "measured @ --step 0", "measured @ --step 7", "measured @ --step 1" + "0" * 400,
         "generation --groups 0", "generation --tokens 1000000", *(f"schedule 1f1b --{words}" for words in (
         "pp 0", "pp 1e3", "pp 100000000", "pp 100000 --micro_batches 100000", "micro_batches 1000000000000", "micro_batches nan",
-        "chunks 2", "group_size 2", "p2p nan", "pp 1" + "0" * 400, "activations", "activations 1",
+        "chunks 2", "group_size 2", "p2p nan", "pp 1" + "0" * 400,
         "out a.png", "out /no/such/folder/a.svg", "out /", "out .svg/")),
     ]),
     (create_config.main, "--exp_name sweep --out_dir @", [

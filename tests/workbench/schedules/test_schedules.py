@@ -1,7 +1,6 @@
 """Schedules: their order of actions matches torch's, and every schedule can run."""
 
 import itertools
-from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,9 @@ from picotron.console import UserError
 from tests.support.oracle import make_config
 from workbench.schedules.actions import Action, AnyAction, Schedule, parse_action
 from workbench.schedules.checker import add_communication
+from workbench.schedules.nccl_step import simulate_nccl
 from workbench.schedules.schedules import LOOPS, SCHEDULES, build
+from workbench.schedules.simulate import Costs, computes
 
 
 def test_names_of_the_config_are_those_of_the_schedules() -> None:
@@ -53,44 +54,13 @@ def test_other_texts_are_no_actions(text: str) -> None:
 # --------------------------------------------------------------------------------------------- every schedule runs
 
 
-def run_blocking(schedule: Schedule, programs: list[list[AnyAction]]) -> list[AnyAction]:
-    """Run programs in the strictest possible network, where a send and its receive wait for each other, so that a rank
-    must receive messages in the order in which they are sent. Assert that each action finds its input on its rank.
-    Return the actions that could not run.
-    """
-    todo = [deque(program) for program in programs]
-    results: list[set[Action]] = [set() for _ in todo]  # computed or received by each rank
-
-    def run(rank: int, action: AnyAction) -> bool:
-        for kind, stage, micro_batch in action.parts:
-            half = kind[-1].replace("I", "B")
-            if kind.startswith("RECV"):
-                return False  # the sender completes both ends
-            if kind.startswith("SEND"):
-                target = stage + (1 if half == "F" else -1)
-                receiver = schedule.rank_of(target)
-                if not todo[receiver] or todo[receiver][0] != Action(f"RECV_{half}", target, micro_batch):
-                    return False
-                assert Action(half, stage, micro_batch) in results[rank]
-                results[receiver].add(Action(half, stage, micro_batch))
-                todo[receiver].popleft()
-            elif kind != "R":
-                source = schedule.source(Action(kind, stage, micro_batch))
-                assert source is None or source in results[rank], f"{action} runs without {source}"
-        results[rank] |= {part._replace(kind=part.kind.replace("I", "B")) for part in action.parts}
-        todo[rank].popleft()
-        return True
-
-    while any(queue and run(rank, queue[0]) for rank, queue in enumerate(todo)):
-        pass
-    return [action for queue in todo for action in queue]
-
-
 def assert_runs(schedule: Schedule) -> None:
-    programs = add_communication(schedule)
-    assert run_blocking(schedule, programs) == []
-    for rank, program in enumerate(programs):
-        assert [a for a in program if a.parts[0].kind in ("F", "B", "I", "W")] == list(schedule.programs[rank])
+    """Assert that the schedule runs where nothing is buffered and all messages of a rank wait in one line, that they
+    change no computation, and that each stage is reduced once, after its last backward.
+    """
+    simulate_nccl(schedule, Costs(), communicators="one")
+    for rank, program in enumerate(add_communication(schedule)):
+        assert list(filter(computes, program)) == list(schedule.programs[rank])
         reduced = [a.parts[0].stage for a in program if a.parts[0].kind == "R"]
         assert sorted(reduced) == ([] if schedule.forward_only else schedule.stages_of(rank))
         for stage in reduced:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.zero_bubble import CASES, Case
 from workbench.schedules.actions import parse_action
-from workbench.schedules.schedules import build, forward_only
+from workbench.schedules.schedules import SCHEDULES, build, forward_only
 from workbench.schedules.simulate import (
     Costs,
     Timeline,
@@ -14,8 +14,32 @@ from workbench.schedules.simulate import (
     simulate,
 )
 
-GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 24)))  # pp, micro-batches
-TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 2.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
+GRID = list(itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 7, 8, 16, 24)))  # pp, micro-batches
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.0, 0.5)]  # F, I, W of a micro-batch in all stages of a rank
+
+
+def formulas(name: str, p: int, m: int, v: int, F: float, I: float, W: float) -> tuple[float | None, list[int] | None]:  # noqa: E741
+    """Return the idle time of a rank and the most activations of each, by the formulas of the docstrings, where they
+    hold.
+    """
+    equal, idle, even = F == I == W, (p - 1) * (F + I + W) / v, m % p == 0
+    match name:
+        case "afab" | "looped_bfs":
+            return idle if v == 1 or m >= p else None, [v * m] * p
+        case "1f1b":
+            return idle, [min(p - rank, m) for rank in range(p)]
+        case "interleaved_1f1b":
+            peaks = [min((v - 1) * p + 2 * (p - rank) - 1, v * m) for rank in range(p)]
+            return idle if m >= p else None, peaks if even else None
+        case "zb_h1":
+            return (p - 1) * (F + I - W) / v if even else None, [min(v * p, v * m)] * p if even else None
+        case "zbv":
+            return ((p - 1) * F / 2 if equal else None, [2 * p] * p) if m >= 2 * p - 1 else (None, None)
+        case "dualpipev":
+            idle = (p - 1) * (F + 2 * (I + W) - 3 * W) / 2
+            return (idle if F == I else None, [2 * p + 1] * p) if m >= 2 * p else (None, None)
+    idle = 0.0 if p == 1 else (4 * p - 5) * F / 2 + F * (p % 3 == 0 and m > 1)  # V-Min
+    return idle if equal else None, None
 
 
 def timeline_of(name: str, pp: int, micro_batches: int, chunks: int | None = None, **costs: float) -> Timeline:
@@ -24,36 +48,22 @@ def timeline_of(name: str, pp: int, micro_batches: int, chunks: int | None = Non
     return simulate(schedule, Costs(**costs, weights=[1 / schedule.chunks] * schedule.num_stages))  # type: ignore
 
 
-def peaks(name: str, pp: int, micro_batches: int, chunks: int | None = None) -> list[int]:
-    return [peak_activations(program) for program in build(name, pp, micro_batches, chunks).programs]
-
-
 @pytest.mark.parametrize(("F", "I", "W"), TIMES)
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-def test_afab_and_1f1b_match_the_formulas(name: str, F: float, I: float, W: float) -> None:  # noqa: E741
-    for pp, m in GRID:
-        timeline = timeline_of(name, pp, m, F=F, B=I + W)
-        assert timeline.idle == pytest.approx([(pp - 1) * (F + I + W)] * pp)
-        assert timeline.bubble == pytest.approx((pp - 1) / (m + pp - 1))
-        assert peaks(name, pp, m) == [m if name == "afab" else min(pp - rank, m) for rank in range(pp)]
-
-
-@pytest.mark.parametrize(("F", "I", "W"), TIMES)
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_chunks_divide_the_idle_time(chunks: int, F: float, I: float, W: float) -> None:  # noqa: E741
-    for pp, m in GRID:
-        idle = (pp - 1) * (F + I + W) / chunks
-        assert idle / (m * (F + I + W)) == pytest.approx((pp - 1) / (chunks * m))  # as a fraction of the computing time
-        if m >= pp:
-            assert timeline_of("interleaved_1f1b", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_idle_time_and_activations_match_the_formulas(name: str, F: float, I: float, W: float) -> None:  # noqa: E741
+    recipe = SCHEDULES[name]
+    for (pp, m), v in itertools.product(GRID, (1, 2, 3) if recipe.any_chunks else (recipe.chunks,)):
+        timeline = timeline_of(name, pp, m, v, F=F, B=I + W, I=I, W=W)
+        peaks = [peak_activations(program) for program in build(name, pp, m, v).programs]
+        idle, expected = formulas(name, pp, m, v, F, I, W)
+        if idle is not None:
+            assert timeline.idle == pytest.approx([idle] * pp)
+            assert timeline.bubble == pytest.approx(idle / (m * (F + I + W) + idle))
+        assert expected in (None, peaks)
+        most = {"zbv": 2 * pp, "dualpipev": 2 * pp + 1, "v_min": 2 * ((pp + 4) // 3)}.get(name, v * m)
+        assert max(peaks) <= min(most, v * m)
         if m % pp == 0:
-            assert max(simulate(forward_only(pp, m, chunks)).idle) == pp - 1
-        if m >= pp:
-            assert timeline_of("looped_bfs", pp, m, chunks, F=F, B=I + W).idle == pytest.approx([idle] * pp)
-        assert peaks("looped_bfs", pp, m, chunks) == [chunks * m] * pp
-        if m % pp == 0:
-            expected = [min((chunks - 1) * pp + 2 * (pp - rank) - 1, chunks * m) for rank in range(pp)]
-            assert peaks("interleaved_1f1b", pp, m, chunks) == expected
+            assert max(simulate(forward_only(pp, m, v)).idle) == pp - 1
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
@@ -75,36 +85,19 @@ def test_bubbles_are_those_of_the_zero_bubble_paper(case: Case) -> None:
 def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:
     for pp, m in GRID:
         if m >= 2 * pp - 1:
-            timeline = timeline_of("zbv", pp, m)
-            for rank, spans in enumerate(timeline.spans):
+            for rank, spans in enumerate(timeline_of("zbv", pp, m).spans):
                 assert spans[0].start == pytest.approx(rank / 2)
                 assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # the computing time of a rank
-            assert timeline.idle == pytest.approx([(pp - 1) / 2] * pp)
-            assert peaks("zbv", pp, m) == [2 * pp if m > 1 or pp > 1 else 2] * pp
-        assert max(peaks("zbv", pp, m)) <= min(2 * pp, 2 * m)
 
 
-@pytest.mark.parametrize("overlapped", [1.0, 0.8, 0.7])
-@pytest.mark.parametrize("W", [1.0, 0.8, 0.5])
-def test_dualpipev_matches_the_formulas(W: float, overlapped: float) -> None:
+@pytest.mark.parametrize("overlapped", [0.8, 0.7])
+def test_pairs_that_overlap_shorten_dualpipev(overlapped: float) -> None:
     """The formulas are in the README of DeepSeek's DualPipe, with times of one of a rank's two stages."""
-    F = I = 1.0  # noqa: E741
-    B, X = I + W, overlapped * (F + I + W)
-    for pp, m in GRID:
+    for (pp, m), W in itertools.product(GRID, (1.0, 0.5)):
         if m >= 2 * pp:
-            timeline = timeline_of("dualpipev", pp, m, F=F, B=B, I=I, W=W, overlapped=overlapped)
-            assert timeline.idle[-1] == pytest.approx((pp - 1) * (X + B - 3 * W) / 2)
-            assert max(timeline.idle) == pytest.approx(timeline.idle[-1])
-            assert peaks("dualpipev", pp, m) == [2 * pp + 1] * pp
-        assert max(peaks("dualpipev", pp, m)) <= min(2 * pp + 1, 2 * m)
-
-
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 6, 7, 8, 9, 16])
-def test_v_min_matches_the_formulas(pp: int) -> None:
-    for m in (1, 2, 3, pp, 2 * pp + 1, 3 * pp):
-        idle = 0.0 if pp == 1 else (4 * pp - 5) / 2 + (pp % 3 == 0 and m > 1)
-        assert timeline_of("v_min", pp, m).idle == pytest.approx([idle] * pp)
-        assert max(peaks("v_min", pp, m)) == min(2 * ((pp + 4) // 3), 2 * m)
+            idle = timeline_of("dualpipev", pp, m, B=1 + W, W=W, overlapped=overlapped).idle
+            assert max(idle) == pytest.approx(idle[-1])
+            assert idle[-1] == pytest.approx((pp - 1) * (overlapped * (2 + W) + 1 - 2 * W) / 2)
 
 
 def test_peak_counts_deferred_units_and_temporary_memory() -> None:

@@ -29,8 +29,8 @@ from workbench.run.model_config import load_model_config
 
 
 def config_of(layout: dict[str, Any]) -> Config:
-    batch = {"training__gradient_accumulation_steps": 8 // layout.get("dp_size", 1), "training__micro_batch_size": 1}
-    return make_config(training__total_train_steps=3, dataset__shuffle=False, **batch, **layout)
+    batch = {"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__micro_batch_size": 1}
+    return make_config(training__total_train_steps=2, dataset__shuffle=False, **batch, **layout)
 
 
 def loads(layout: dict[str, Any]) -> list[dict[str, float]]:
@@ -139,8 +139,8 @@ def test_experts_on_several_ranks_do_not_generate(pool: WorkerPool) -> None:
 def test_transformers_loads_a_checkpoint(run: Run, tmp_path: Path, family: str) -> None:
     """Its config has the number of experts under all names."""
     config = small_config(family)
-    found = run(run_config(tmp_path, {"dp_size": 2, "ep_size": 2}), config)
-    folder = tmp_path / "step_00000010"
+    found = run(run_config(tmp_path, {"dp_size": 2, "ep_size": 2}, training__total_train_steps=4), config)
+    folder = tmp_path / "step_00000004"
     assert with_experts(dict(Llama(config).named_parameters()), config) == found["weights"].keys()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report

@@ -71,8 +71,8 @@ def with_grad_scaler(config: Config) -> dict[str, Any]:
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"dp_size": 2, "pp_size": 2, "tp_size": 2},
-    {"dp_size": 2, "cp_size": 2, "dp_engine": "zero3"},
+    {"cp_size": 2, "tp_size": 2},
+    {"dp_size": 2, "dp_engine": "zero3"},
     {"pp_size": 2, "dp_size": 2, "dp_engine": "zero1", "pp_engine": "zb_h1"},
 ]
 
