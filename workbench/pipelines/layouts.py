@@ -77,15 +77,16 @@ def expand(text: str) -> str:
     expanded = re.sub("[, ]", "", text)
     while match := REPEATED.search(expanded):  # the first group without a group inside, or a repeated symbol
         group, symbol, times = match.groups()
-        written = (group or symbol or "") * int(times or 1)
+        part = group or symbol or ""
+        written = part * int(times or 1)
         if not 0 < len(written) <= MAX_SYMBOLS:
             raise UserError(
-                f"pp_layout={text!r} has {match[0]!r}, which is {len(written)} symbols; use 1 to {MAX_SYMBOLS}"
+                f"pp_layout={text!r} repeats {part[:9]!r} {times or 1} times; use 1 to {MAX_SYMBOLS} symbols"
             )
         expanded = expanded[: match.start()] + written + expanded[match.end() :]
     if wrong := re.search("[^EtmL|].*", expanded, re.DOTALL):
         raise UserError(
-            f"cannot parse pp_layout={text!r} from {wrong[0]!r} on; expected E, t, L, |, a group in parentheses, or *n "
+            f"cannot parse pp_layout={text!r} from {wrong[0][:9]!r} on; expected E, t, L, |, a group in parentheses, or *n "
             f"after what it repeats"
         )
     return expanded
