@@ -1,6 +1,7 @@
 """Check of an adapter: write a case, start its ranks, compare what they return, and give a verdict."""
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -79,8 +80,15 @@ class Row:
         return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error}{self.detail}".rstrip() + trace
 
 
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """Start the process that starts the ranks of all cases. It ends with this process, which closes its input."""
+    command = [sys.executable, "-m", "conformance.ranks"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 class Checker:
-    """Checks an adapter. As a context manager, it ends its processes on exit.
+    """Checks an adapter.
 
     Args:
         path: the adapter's file; None: only `judge_cases`.
@@ -95,18 +103,8 @@ class Checker:
         self.lacks: tuple[str, ...] = getattr(self.adapter, "LACKS", ())
         self.config: dict[str, Any] = getattr(self.adapter, "CONFIG", {})
         self.replay: Replay | None = None
-        self.server: subprocess.Popen[str] | None = None
         self.known: dict[tuple[bytes, Case], tuple[Reference, Any]] = {}
         self.records: dict[tuple[bytes, Case], list[Record]] = {}  # of the last reference
-
-    def __enter__(self) -> "Checker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.server is not None:
-            assert self.server.stdin is not None
-            self.server.stdin.close()
-            self.server.wait()
 
     def plan(
         self, only: Iterable[str] = CHAPTERS, layouts: Sequence[str] = (), full: bool = False
@@ -214,14 +212,11 @@ class Checker:
 
     def start(self, case: Case, adapter: Path | None = None) -> None:
         """Run the ranks of a case. Their outcomes are files in its folder."""
-        if self.server is None:
-            command = [sys.executable, "-m", "conformance.ranks", str(self.path)]
-            self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        request = json.dumps([str(adapter or self.path), str(case.folder), self.timeout])
-        print(request, file=self.server.stdin, flush=True)
-        assert self.server.stdout.readline() == "done\n"
+        pipes = server()
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        print(json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=pipes.stdin, flush=True)
+        assert pipes.stdout.readline() == "done\n"
 
     def judge(self, case: Case, row: Row, cases: Sequence[Case]) -> None:
         """Read the outcomes of the ranks of one of a row's cases, and compare them with the reference."""
@@ -261,14 +256,12 @@ class Checker:
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
         path = case.folder / f"rank{rank}.stack"
-        stack = path.read_text(errors="replace") if path.exists() else ""
-        lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
-        if self.server is not None and not stack:  # under another launcher, it can also be waiting
+        stack = path.read_text(errors="replace") if path.exists() else None  # None: under another launcher
+        if stack == "":
             return f"rank {rank} has ended its process"
-        return (
-            f"rank {rank} is in line {lines[0]} of {Path(str(self.path)).name}"
-            if lines
-            else f"rank {rank} has not returned"
+        found = re.search(rf'File "{re.escape(str(self.path))}", line (\d+)', stack or "")
+        return f"rank {rank} " + (
+            f"is in line {found[1]} of {Path(str(self.path)).name}" if found else "has not returned"
         )
 
     def compare(
