@@ -273,7 +273,7 @@ class Checker:
         reason, most = self.limits_of_known(row)
         if difference is not None and limits is None and difference.error < ROTARY:
             nudged = limits_of_rotary(case, self.reference(cases, ())[0])
-            loss = errors.get("loss", 0.0), nudged.errors.get(("loss", "", case.first_step + 1), 0.0)
+            loss = errors.get("loss", 0.0), nudged.get(("loss", "", case.first_step + 1), 0.0)
             if loss[0] > 1e-3 * loss[1] > 0 and compare(results, right, case.first_step, nudged)[1] is None:
                 row.detail, difference = f"but for float32 rotary tables: {difference}", None
         if difference is not None and reason:

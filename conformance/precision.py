@@ -5,6 +5,7 @@ factor shows there. And the optimizer computes in float32, so that the norm of t
 weights that clipping and AdamW make of them are known to seven digits, however far they are from the exact ones.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from conformance.case import Case
-from conformance.compare import Difference, Kind, Limits, mean_error
+from conformance.compare import Difference, Key, Limits, mean_error
 from conformance.reference import Reference, adamw
 from conformance.result import Result
 
 UNIT = torch.finfo(torch.float32).eps
 FEW, MANY = 16, 512  # numbers from which bits are no accident, and numbers that are enough
-Factors = dict[Kind, dict[str, float]]
+FACTORS = {"gradients": "gradient", "updates": "update"}  # kinds of factors, see `factors_of`
 
 
 class Replay:
@@ -70,7 +71,12 @@ def check_precision(
         found += of_weights(case, gradients, weights, replay)
     else:
         replay = None
-    found += of_factors(case, gradients, weights, right, limits)
+    factors = factors_of(case, gradients, weights, right)
+    for (what, name, step), factor in (factors | means_of(factors, limits)).items():
+        subject = "it is" if name else "all of them together are"
+        hint = f"{subject} {1 + factor:.6g} times what it should be, rounding aside"
+        place = Difference(FACTORS[what] if name else what, step, (), name, error=abs(factor), hint=hint)
+        found.append(dataclasses.replace(place, bound=limits[what, name, step]))
     return next((each for each in found if not each.error <= each.bound), None), replay
 
 
@@ -91,39 +97,26 @@ def projection(found: Tensor, right: Tensor) -> float:
 
 def factors_of(
     case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
-) -> Factors:
-    """Return the projection of each gradient and update on the right one, less 1, by kind and step."""
-    found: Factors = {}
-    for step, each, exact in zip(case.steps, gradients, right.gradients, strict=False):
-        found["gradient", step + 1] = factors_between(each, exact)
+) -> dict[Key, float]:
+    """Return the projection of each gradient and update on the right one, less 1."""
+    both = [("gradients", step + 1, *each) for step, *each in zip(case.steps, gradients, right.gradients, strict=False)]
     updates, rights = ({n: x - right.initial[n] for n, x in each.items()} for each in (weights, right.weights))
-    return found | {("update", case.last_step): factors_between(updates, rights)}
+    return {
+        (what, name, step): projection(x, exact[name]) - 1
+        for what, step, found, exact in (*both, ("updates", case.last_step, updates, rights))
+        for name, x in found.items()
+        if exact[name].any()
+    }
 
 
-def factors_between(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: projection(x, right[name]) - 1 for name, x in found.items() if right[name].any()}
-
-
-def bias(factors: Mapping[str, float], shares: Mapping[str, float]) -> float:
-    """Return the weighted mean of factors: those that vary least tell most."""
-    return sum(shares[name] * factor for name, factor in factors.items()) / sum(shares[name] for name in factors)
-
-
-def of_factors(
-    case: Case,
-    gradients: Sequence[Mapping[str, Tensor]],
-    weights: Mapping[str, Tensor],
-    right: Reference,
-    limits: Limits,
-) -> Iterator[Difference]:
-    """Check the factors of single tensors, and the mean of all of them, which is known better."""
-    for key, factors in factors_of(case, gradients, weights, right).items():
-        for name, found in factors.items():
-            hint = f"it is {1 + found:.6g} times what it should be, rounding aside"
-            yield Difference(key[0], key[1], (), name, error=abs(found), bound=limits.factors[key][name], hint=hint)
-        found = bias(factors, limits.shares[key])
-        hint = f"all of them together are {1 + found:.6g} times what they should be"
-        yield Difference(f"{key[0]}s", key[1], error=abs(found), bound=limits.biases[key], hint=hint)
+def means_of(factors: Mapping[Key, float], limits: Limits) -> dict[Key, float]:
+    """Return the weighted means of the factors of each step: those that vary least tell most."""
+    sums = dict[Key, Tensor]()
+    for (what, name, step), factor in factors.items():
+        if what in FACTORS:
+            share = limits[f"spread of {what}", name, step] ** -2
+            sums[what, "", step] = sums.get((what, "", step), torch.zeros(2)) + share * torch.tensor([factor, 1.0])
+    return {key: float(total / shares) for key, (total, shares) in sums.items()}
 
 
 def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
