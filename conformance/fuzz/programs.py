@@ -86,11 +86,6 @@ def metric_between(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return [loss + metric]
 
 
-def dropped_first(call: Call, net: Net, x: Tensor) -> list[Tensor]:
-    call(x + 1)
-    return plain(call, net, x)
-
-
 def penalty(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     (loss,) = plain(call, net, x.requires_grad_())
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -118,7 +113,7 @@ def one_layer(call: Call, net: Net, x: Tensor) -> list[Tensor]:
 LOSS_OF = {
     function.__name__: function
     for function in (
-        *(plain, two_calls, retained, metric_between, dropped_first, penalty, regularised, recomputed),
+        *(plain, two_calls, retained, metric_between, penalty, regularised, recomputed),
         *(functional, one_layer),
     )
 }
