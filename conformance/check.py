@@ -21,7 +21,7 @@ from conformance.chapters import CHAPTERS, FOUR, MODELS, PAIRS, SINGLE, cases_of
 from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
 from conformance.models import FAMILIES
-from conformance.precision import Replay, check_precision
+from conformance.precision import check_precision
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, named_like, run_reference
 from conformance.result import Result, first_line, read_outcome
@@ -102,7 +102,7 @@ class Checker:
         self.adapter = ModuleType("none") if path is None else load_adapter(path)
         self.lacks: tuple[str, ...] = getattr(self.adapter, "LACKS", ())
         self.config: dict[str, Any] = getattr(self.adapter, "CONFIG", {})
-        self.replay: Replay | None = None
+        self.parts: list[tuple[Case, list[Result]]] = []  # of the row: its cases so far, and their results
         self.known: dict[tuple[bytes, Case], tuple[Reference, Any]] = {}
         self.records: dict[tuple[bytes, Case], list[Record]] = {}  # of the last reference
 
@@ -282,7 +282,8 @@ class Checker:
             if difference is None:
                 row.verdict, row.detail = KNOWN, f"{reason}: {first}"
         if limits is not None and (difference is None or math.isfinite(difference.error)):
-            found, self.replay = check_precision(case, results, right, limits, self.replay)
+            self.parts = [*(self.parts if case.first_step else ()), (case, results)]
+            found = check_precision(self.parts, right, limits)
             is_known = found is not None and found.error <= most.get(found.what, 0.0)
             difference = difference if is_known else found or difference
         if difference is None and case.exports:

@@ -216,11 +216,11 @@ def test_faults_below_the_rounding_of_bfloat16_are_found(
     for step, each in enumerate(found.gradients):
         each |= {name: of_gradient(each[name])} if name == NORM else {}  # after the mode that rounds all operations
         found.grad_norms[step] = norm * torch.nn.utils.get_total_norm([*each.values()]).item()
-    difference, replay = None, None
+    difference = None
+    parts = list[tuple[Case, list[Result]]]()
     for case in cases:
-        if difference is None:
-            part = found.of(case).local()
-            difference, replay = check_precision(case, [part], exact.of(case), limits, replay)
+        parts.append((case, [found.of(case).local()]))
+        difference = difference or check_precision(parts, exact.of(case), limits)
     assert re.search(says, str(difference)), difference
 
 
