@@ -26,17 +26,9 @@ def interrupt(*_: Any) -> None:
     raise Interrupted
 
 
-def half(module: nn.Module, *values: Any) -> Any:
-    """Halve what a hook of a module gets last: its input, its output, or the gradient of one of them."""
-    value = values[-1] if isinstance(values[-1], Tensor) else values[-1][0]
-    return value / 2 if isinstance(values[-1], Tensor) else (value / 2,)
-
-
-HOOKS: dict[str, Callable[[nn.Module], Any]] = {
-    "forward_pre": lambda module: module.register_forward_pre_hook(half),
-    "forward": lambda module: module.register_forward_hook(half),
-    "backward_pre": lambda module: module.register_full_backward_pre_hook(half),
-    "backward": lambda module: module.register_full_backward_hook(lambda m, dx, dy: half(m, dx)),
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {  # which halve an output, or a gradient
+    "forward": lambda module: module.register_forward_hook(lambda _, x, y: y / 2),
+    "backward": lambda module: module.register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,)),
 }
 RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),

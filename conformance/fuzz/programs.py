@@ -405,26 +405,17 @@ def draw_program(dice: random.Random) -> Case:
 
 def draw_step(dice: random.Random, states: str | None) -> list[Operation]:
     """Draw a step: backwards, perhaps with forwards between them, and an update."""
-    count, flags = (
-        dice.randint(1, 3),
-        dice.choice(("last", "last", "last", "last", "last", "never", "always", "untouched")),
-    )
+    count, flags = dice.randint(1, 3), dice.choice(("last",) * 5 + (False, True, None))
     found: list[Operation] = []
     for i in range(count):
-        if dice.random() < 0.2:
-            found.append(["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)])
+        forward = ["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)]
         loss = "plain" if states or dice.random() < 0.6 else dice.choice(list(LOSS_OF))
-        flag = {"last": i == count - 1, "never": False, "always": True, "untouched": None}[flags]
-        found.append(["backward", loss, flag, dice.randrange(100)])
-    found += [["finish"]] * dice.choice((0, 0, 1, 2))
-    if dice.random() < 0.2:
-        found.append(["forward", "no_grad", dice.randrange(100)])
-    if dice.random() < 0.7 and not states:
-        found.append(["clip", dice.choice((None, 0.1))])
-    if dice.random() < 0.9:
-        found.append(["step"])
-    of = ["optimizer", "optimizer", "wrapper", "module"]
-    return found + ([["zero", dice.choice(of)]] if dice.random() < 0.95 else [])
+        flag = i == count - 1 if flags == "last" else flags
+        found += [forward] * (dice.random() < 0.2) + [["backward", loss, flag, dice.randrange(100)]]
+    found += [["finish"]] * dice.choice((0, 0, 1, 2)) + [["forward", "no_grad", 7]] * (dice.random() < 0.2)
+    found += [["clip", dice.choice((None, 0.1))]] * (dice.random() < 0.7 and not states)
+    zero = ["zero", dice.choice(("optimizer", "optimizer", "wrapper", "module"))]
+    return found + [["step"]] * (dice.random() < 0.9) + [zero] * (dice.random() < 0.95)
 
 
 def draw_event(dice: random.Random, engines: list[str], states: str | None) -> list[Operation]:
