@@ -71,7 +71,9 @@ def factors_of(
     case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
 ) -> dict[Key, float]:
     """Return the projection of each gradient and update on the right one, less 1."""
-    both = [("gradients", step + 1, *each) for step, *each in zip(case.steps, gradients, right.gradients, strict=False)]
+    both: list[Any] = [
+        ("gradients", step + 1, *each) for step, *each in zip(case.steps, gradients, right.gradients, strict=False)
+    ]
     updates, rights = ({n: x - right.initial[n] for n, x in each.items()} for each in (weights, right.weights))
     return {
         (what, name, step): projection(x, exact[name]) - 1
