@@ -132,15 +132,15 @@ def main() -> int:
         print(*(f"{name:12} {chapter.summary}" for name, chapter in CHAPTERS.items()), sep="\n")
         return 0
     rows: list[Row] = []
-    with Checker(options.adapter, options.timeout, options.trace or None, options.seed) as checker:
-        plan = checker.plan(options.only, options.layouts, options.full)
-        if options.write is not None:
-            for case in checker.write_cases(plan, options.write):
-                print(case.world_size, case.folder, flush=True)
-            return 0
-        for row in checker.judge_cases(options.judge) if options.judge else (checker.check(*each) for each in plan):
-            rows.append(row)
-            print(printable(str(row)), flush=True)
+    checker = Checker(options.adapter, options.timeout, options.trace or None, options.seed)
+    plan = checker.plan(options.only, options.layouts, options.full)
+    if options.write is not None:
+        for case in checker.write_cases(plan, options.write):
+            print(case.world_size, case.folder, flush=True)
+        return 0
+    for row in checker.judge_cases(options.judge) if options.judge else (checker.check(*each) for each in plan):
+        rows.append(row)
+        print(printable(str(row)), flush=True)
     counts = Counter(row.verdict for row in rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

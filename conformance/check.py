@@ -1,6 +1,7 @@
 """Check of an adapter: write a case, start its ranks, compare what they return, and give a verdict."""
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -20,7 +21,7 @@ from conformance.chapters import CHAPTERS, FOUR, MODELS, PAIRS, SINGLE, cases_of
 from conformance.compare import Difference, compare
 from conformance.export import check_export, read_weights
 from conformance.models import FAMILIES
-from conformance.precision import Replay, check_precision
+from conformance.precision import check_precision
 from conformance.ranks import load_adapter
 from conformance.reference import Reference, named_like, run_reference
 from conformance.result import Result, first_line, read_outcome
@@ -79,8 +80,15 @@ class Row:
         return f"{self.verdict:11} {self.chapter:12} {self.layout:12} {error}{self.detail}".rstrip() + trace
 
 
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """Start the process that starts the ranks of all cases. It ends with this process, which closes its input."""
+    command = [sys.executable, "-m", "conformance.ranks"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 class Checker:
-    """Checks an adapter. As a context manager, it ends its processes on exit.
+    """Checks an adapter.
 
     Args:
         path: the adapter's file; None: only `judge_cases`.
@@ -94,19 +102,9 @@ class Checker:
         self.adapter = ModuleType("none") if path is None else load_adapter(path)
         self.lacks: tuple[str, ...] = getattr(self.adapter, "LACKS", ())
         self.config: dict[str, Any] = getattr(self.adapter, "CONFIG", {})
-        self.replay: Replay | None = None
-        self.server: subprocess.Popen[str] | None = None
+        self.parts: list[tuple[Case, list[Result]]] = []  # of the row: its cases so far, and their results
         self.known: dict[tuple[bytes, Case], tuple[Reference, Any]] = {}
         self.records: dict[tuple[bytes, Case], list[Record]] = {}  # of the last reference
-
-    def __enter__(self) -> "Checker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.server is not None:
-            assert self.server.stdin is not None
-            self.server.stdin.close()
-            self.server.wait()
 
     def plan(
         self, only: Iterable[str] = CHAPTERS, layouts: Sequence[str] = (), full: bool = False
@@ -214,14 +212,11 @@ class Checker:
 
     def start(self, case: Case, adapter: Path | None = None) -> None:
         """Run the ranks of a case. Their outcomes are files in its folder."""
-        if self.server is None:
-            command = [sys.executable, "-m", "conformance.ranks", str(self.path)]
-            self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        request = json.dumps([str(adapter or self.path), str(case.folder), self.timeout])
-        print(request, file=self.server.stdin, flush=True)
-        assert self.server.stdout.readline() == "done\n"
+        pipes = server()
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        print(json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=pipes.stdin, flush=True)
+        assert pipes.stdout.readline() == "done\n"
 
     def judge(self, case: Case, row: Row, cases: Sequence[Case]) -> None:
         """Read the outcomes of the ranks of one of a row's cases, and compare them with the reference."""
@@ -261,14 +256,12 @@ class Checker:
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""
         path = case.folder / f"rank{rank}.stack"
-        stack = path.read_text(errors="replace") if path.exists() else ""
-        lines = re.findall(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
-        if self.server is not None and not stack:  # under another launcher, it can also be waiting
+        stack = path.read_text(errors="replace") if path.exists() else None  # None: under another launcher
+        if stack == "":
             return f"rank {rank} has ended its process"
-        return (
-            f"rank {rank} is in line {lines[0]} of {Path(str(self.path)).name}"
-            if lines
-            else f"rank {rank} has not returned"
+        found = re.search(rf'File "{re.escape(str(self.path))}", line (\d+)', stack or "")
+        return f"rank {rank} " + (
+            f"is in line {found[1]} of {Path(str(self.path)).name}" if found else "has not returned"
         )
 
     def compare(
@@ -280,7 +273,7 @@ class Checker:
         reason, most = self.limits_of_known(row)
         if difference is not None and limits is None and difference.error < ROTARY:
             nudged = limits_of_rotary(case, self.reference(cases, ())[0])
-            loss = errors.get("loss", 0.0), nudged.errors.get(("loss", "", case.first_step + 1), 0.0)
+            loss = errors.get("loss", 0.0), nudged.get(("loss", "", case.first_step + 1), 0.0)
             if loss[0] > 1e-3 * loss[1] > 0 and compare(results, right, case.first_step, nudged)[1] is None:
                 row.detail, difference = f"but for float32 rotary tables: {difference}", None
         if difference is not None and reason:
@@ -289,7 +282,8 @@ class Checker:
             if difference is None:
                 row.verdict, row.detail = KNOWN, f"{reason}: {first}"
         if limits is not None and (difference is None or math.isfinite(difference.error)):
-            found, self.replay = check_precision(case, results, right, limits, self.replay)
+            self.parts = [*(self.parts if case.first_step else ()), (case, results)]
+            found = check_precision(self.parts, right, limits)
             is_known = found is not None and found.error <= most.get(found.what, 0.0)
             difference = difference if is_known else found or difference
         if difference is None and case.exports:

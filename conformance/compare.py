@@ -13,25 +13,8 @@ from conformance.result import Part, Result
 
 LIMIT = 1e-9  # largest relative error in float64
 Key = tuple[str, str, int]  # `Difference.what`, name of the parameter or "", step
-Kind = tuple[str, int]  # `gradient` or `update`, step
+Limits = Mapping[Key, float]  # what rounding to a narrow dtype explains
 Error = Callable[[Tensor, Tensor, Tensor], float]
-
-
-@dataclasses.dataclass
-class Limits:
-    """What rounding to a narrow dtype explains.
-
-    Args:
-        errors: the largest error of each number and tensor.
-        shares: weight of each parameter in `precision.bias`.
-        biases: largest |bias|, by the same keys.
-        factors: largest factor of each of them, less 1.
-    """
-
-    errors: dict[Key, float]
-    shares: dict[Kind, dict[str, float]] = dataclasses.field(default_factory=dict)
-    biases: dict[Kind, float] = dataclasses.field(default_factory=dict)
-    factors: dict[Kind, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +114,7 @@ def compare(
     errors: dict[str, float] = {}
     error_of = largest_error if limits is None else mean_error
     for each in measure(results, right, first_step + 1, error_of):
-        bound = max(LIMIT if limits is None else limits.errors.get(each.key, 0.0), (known or {}).get(each.what, 0.0))
+        bound = max(LIMIT if limits is None else limits.get(each.key, 0.0), (known or {}).get(each.what, 0.0))
         errors[each.what] = max(errors.get(each.what, 0.0), each.error)
         if not each.error <= bound:
             return errors, dataclasses.replace(each, bound=bound)
@@ -169,21 +152,16 @@ def measure(results: Sequence[Result], right: Reference, step: int, error_of: Er
 def of_numbers(
     what: str, lists: list[Sequence[float]], right: Sequence[float], i: int, step: int
 ) -> Iterator[Difference]:
-    if not right:
-        return
-    if not any(len(values) for values in lists):
+    if right and not any(map(len, lists)):
         yield Difference(what, step, hint="no rank returned it")
-    for rank, values in enumerate(lists):
+    for rank, values in enumerate(lists if right else ()):
+        if len(values) not in (0, len(right)):
+            yield Difference(what, step, (rank,), hint=f"{len(values)} values for {len(right)} steps")
+            return
         if len(values):
-            if len(values) != len(right):
-                hint = f"{len(values)} values for {len(right)} steps"
-                yield Difference(what, step, (rank,), hint=hint)
-                return
             a, b = float(values[i]), right[i]
-            tensors = torch.tensor([a], dtype=torch.float64), torch.tensor([b], dtype=torch.float64)
             same = tuple(r for r, each in enumerate(lists) if len(each) > i and float(each[i]) == a)
-            error = largest_error(*tensors, tensors[1])
-            yield Difference(what, step, same, found=a, right=b, error=error, hint=ratio(*tensors))
+            yield Difference(what, step, same, found=a, right=b, error=quotient(abs(a - b), abs(b)))
 
 
 def of_tensors(
@@ -244,7 +222,9 @@ def place_of(
     else:
         index = tuple(a + b for a, b in zip(local, part.start, strict=True))
     found, right = actual[tuple(local)].item(), expected[tuple(local)].item()
-    return Difference(what, step, (rank,), name, index, found, right, hint=ratio(actual, expected))
+    factor = factor_of(actual, expected)
+    hint = "" if factor is None or abs(factor - 1) < 1e-6 else f"all of it is {factor:.6g} times what it should be"
+    return Difference(what, step, (rank,), name, index, found, right, hint=hint)
 
 
 def factor_of(found: Tensor, right: Tensor) -> float | None:
@@ -255,14 +235,3 @@ def factor_of(found: Tensor, right: Tensor) -> float | None:
         return None
     factor = quotients.median().item()
     return factor if (quotients - factor).abs().max().item() <= 1e-6 * abs(factor) else None
-
-
-def ratio(found: Tensor, right: Tensor) -> str:
-    """Return a hint about `factor_of`; a single number has always one, and is told only a simple one."""
-    factor = factor_of(found, right)
-    if factor is None or abs(factor - 1) < 1e-6:
-        return ""
-    if found.numel() > 1:
-        return f"all of it is {factor:.6g} times what it should be"
-    simple = min(abs(factor * n - round(factor * n)) for n in (1, 2, 3, 4, 6, 8, 16)) < 1e-6 * abs(factor)
-    return f"a factor of {factor:.6g}" if simple else ""

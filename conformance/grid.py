@@ -179,11 +179,11 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main(words: list[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     rows: dict[str, dict[str, float]] = {}
-    with Checker(ADAPTER, timeout=120) as checker:
-        for name in LAYOUTS:
-            if set(words) <= set(name.split()):
-                rows[name] = errors_of(checker, name)
-                print(name, *(f"{kind} {error:.1e}" for kind, error in rows[name].items()), sep=" | ", flush=True)
+    checker = Checker(ADAPTER, timeout=120)
+    for name in LAYOUTS:
+        if set(words) <= set(name.split()):
+            rows[name] = errors_of(checker, name)
+            print(name, *(f"{kind} {error:.1e}" for kind, error in rows[name].items()), sep=" | ", flush=True)
     bad = [name for name, errors in rows.items() if not max(errors.values()) <= LIMIT]
     if not words:
         TABLE.write_text(table(rows))

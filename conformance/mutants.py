@@ -84,7 +84,7 @@ def run(check: str, folder: Path, file: str) -> Outcome:
     if check.startswith("test") and code not in (0, 1, 2):  # pytest has found no such tests
         raise SystemExit(f"{check} cannot run: {lines[-1:]}")
     trace = next((line.strip() for line in lines if re.match(r" +(step|traced|not traced)\b", line)), "")
-    return Outcome(True, sentence(lines), trace) if code else Outcome(False)
+    return Outcome(code != 0, sentence(lines), trace)
 
 
 def sentence(lines: list[str]) -> str:

@@ -5,84 +5,62 @@ factor shows there. And the optimizer computes in float32, so that the norm of t
 weights that clipping and AdamW make of them are known to seven digits, however far they are from the exact ones.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conformance.case import Case
-from conformance.compare import Difference, Kind, Limits, mean_error
+from conformance.compare import Difference, Key, Limits, mean_error
 from conformance.reference import Reference, adamw
 from conformance.result import Result
 
 UNIT = torch.finfo(torch.float32).eps
 FEW, MANY = 16, 512  # numbers from which bits are no accident, and numbers that are enough
-Factors = dict[Kind, dict[str, float]]
-
-
-class Replay:
-    """AdamW of a trainer's own gradients, from step to step, also of a run that resumes: its weights begin as those
-    that the trainer has saved, and its moments are those that the trainer should have saved.
-    """
-
-    def __init__(self, case: Case, initial: Mapping[str, Tensor]) -> None:
-        self.weights = {name: nn.Parameter(x.double().clone()) for name, x in initial.items()}
-        self.optimizer, self.next_step = adamw(self.weights.values(), case), 0
-
-    def train(self, case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Take the steps of a case, and return the updates of the weights."""
-        before = {name: p.detach().clone() for name, p in self.weights.items()}
-        for step, found in zip(case.steps, gradients, strict=True):
-            for name, p in self.weights.items():
-                p.grad = found[name].double().clone() if name in found else None
-            nn.utils.clip_grad_norm_(
-                self.weights.values(), math.inf if case.max_grad_norm is None else case.max_grad_norm
-            )
-            for group in self.optimizer.param_groups:
-                group["lr"] = case.learning_rates[step]
-            self.optimizer.step()
-        self.next_step = case.last_step
-        return {name: p.detach() - before[name] for name, p in self.weights.items()}
+FACTORS = {"gradients": "gradient", "updates": "update"}  # kinds of factors, see `factors_of`
+Steps = tuple[Case, list[dict[str, Tensor]], dict[str, Tensor]]  # of a run: its gradients of each step, its weights
 
 
 def check_precision(
-    case: Case, results: Sequence[Result], right: Reference, limits: Limits, replay: Replay | None
-) -> tuple[Difference | None, Replay | None]:
+    parts: Sequence[tuple[Case, Sequence[Result]]], right: Reference, limits: Limits
+) -> Difference | None:
     """Return the first number that a narrow dtype does not explain, or None.
 
     Args:
-        replay: that of the run from which the case resumes; None: the case is the beginning of a run, or no such run
-            returned the gradients of all steps.
-
-    Returns:
-        That number, and the replay for a case that resumes from this one.
+        parts: the cases of a run up to the one to check, each of which resumes from the one before, and their results.
+        right: the reference of the last one.
     """
-    steps = min(max(sum(map(bool, each.gradients)) for each in results), len(right.losses))
-    gradients = [
-        joined([each.gradients[i] for each in results if i < len(each.gradients)], right) for i in range(steps)
-    ]
-    weights = joined([each.weights for each in results], right)
+    (case, results), runs = parts[-1], [joined(*each, right) for each in parts]
+    _, gradients, weights = runs[-1]
     found = [*of_bits(case, gradients), *of_norms(case, gradients, results)]
-    replay = Replay(case, right.initial) if case.first_step == 0 else replay
-    if steps == len(case.steps) and replay is not None and replay.next_step == case.first_step:
-        found += of_weights(case, gradients, weights, replay)
-    else:
-        replay = None
-    found += of_factors(case, gradients, weights, right, limits)
-    return next((each for each in found if not each.error <= each.bound), None), replay
+    if all(len(each) == len(part.steps) for part, each, _ in runs):
+        found += of_weights(runs, right.initial)
+    factors = factors_of(case, gradients, weights, right)
+    for (what, name, step), factor in (factors | means_of(factors, limits)).items():
+        subject = "it is" if name else "all of them together are"
+        hint = f"{subject} {1 + factor:.6g} times what it should be, rounding aside"
+        place = Difference(FACTORS[what] if name else what, step, (), name, error=abs(factor), hint=hint)
+        found.append(dataclasses.replace(place, bound=limits[what, name, step]))
+    return next((each for each in found if not each.error <= each.bound), None)
 
 
-def joined(of_ranks: Sequence[Mapping[str, Any]], right: Reference) -> dict[str, Tensor]:
-    """Join the parts of all ranks to whole tensors."""
-    found = dict[str, Tensor]()
-    for parts in of_ranks:
-        for name, part in parts.items():
+def joined(case: Case, results: Sequence[Result], right: Reference) -> Steps:
+    """Join the gradients and weights of all ranks to whole tensors."""
+
+    def whole(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for name, part in (each for parts in of_ranks for each in parts.items()):
             name = name if name in right.initial else "model.embed_tokens.weight"  # of a tied head
-            whole = found.setdefault(name, torch.zeros_like(right.initial[name]))
-            part.of(whole).copy_(part.tensor)
-    return found
+            part.of(found.setdefault(name, torch.zeros_like(right.initial[name]))).copy_(part.tensor)
+        return found
+
+    gradients = [
+        whole(each.gradients[i] for each in results if i < len(each.gradients)) for i in range(len(case.steps))
+    ]
+    return case, list(filter(None, gradients)), whole(each.weights for each in results)
 
 
 def projection(found: Tensor, right: Tensor) -> float:
@@ -91,39 +69,28 @@ def projection(found: Tensor, right: Tensor) -> float:
 
 def factors_of(
     case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
-) -> Factors:
-    """Return the projection of each gradient and update on the right one, less 1, by kind and step."""
-    found: Factors = {}
-    for step, each, exact in zip(case.steps, gradients, right.gradients, strict=False):
-        found["gradient", step + 1] = factors_between(each, exact)
+) -> dict[Key, float]:
+    """Return the projection of each gradient and update on the right one, less 1."""
+    both: list[Any] = [
+        ("gradients", step + 1, *each) for step, *each in zip(case.steps, gradients, right.gradients, strict=False)
+    ]
     updates, rights = ({n: x - right.initial[n] for n, x in each.items()} for each in (weights, right.weights))
-    return found | {("update", case.last_step): factors_between(updates, rights)}
+    return {
+        (what, name, step): projection(x, exact[name]) - 1
+        for what, step, found, exact in (*both, ("updates", case.last_step, updates, rights))
+        for name, x in found.items()
+        if exact[name].any()
+    }
 
 
-def factors_between(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: projection(x, right[name]) - 1 for name, x in found.items() if right[name].any()}
-
-
-def bias(factors: Mapping[str, float], shares: Mapping[str, float]) -> float:
-    """Return the weighted mean of factors: those that vary least tell most."""
-    return sum(shares[name] * factor for name, factor in factors.items()) / sum(shares[name] for name in factors)
-
-
-def of_factors(
-    case: Case,
-    gradients: Sequence[Mapping[str, Tensor]],
-    weights: Mapping[str, Tensor],
-    right: Reference,
-    limits: Limits,
-) -> Iterator[Difference]:
-    """Check the factors of single tensors, and the mean of all of them, which is known better."""
-    for key, factors in factors_of(case, gradients, weights, right).items():
-        for name, found in factors.items():
-            hint = f"it is {1 + found:.6g} times what it should be, rounding aside"
-            yield Difference(key[0], key[1], (), name, error=abs(found), bound=limits.factors[key][name], hint=hint)
-        found = bias(factors, limits.shares[key])
-        hint = f"all of them together are {1 + found:.6g} times what they should be"
-        yield Difference(f"{key[0]}s", key[1], error=abs(found), bound=limits.biases[key], hint=hint)
+def means_of(factors: Mapping[Key, float], limits: Limits) -> dict[Key, float]:
+    """Return the weighted means of the factors of each step: those that vary least tell most."""
+    sums = dict[Key, Tensor]()
+    for (what, name, step), factor in factors.items():
+        if what in FACTORS:
+            share = limits[f"spread of {what}", name, step] ** -2
+            sums[what, "", step] = sums.get((what, "", step), torch.zeros(2)) + share * torch.tensor([factor, 1.0])
+    return {key: float(total / shares) for key, (total, shares) in sums.items()}
 
 
 def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
@@ -161,19 +128,29 @@ def of_norms(case: Case, gradients: Sequence[Mapping[str, Tensor]], results: Seq
                 )  # fmt: skip
 
 
-def of_weights(
-    case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], replay: Replay
-) -> Iterator[Difference]:
-    """Check that clipping and AdamW make the weights from the gradients. The bound is that of rounding each step to
-    float32. The replay goes on with the trainer's weights.
+def of_weights(parts: Sequence[Steps], initial: Mapping[str, Tensor]) -> Iterator[Difference]:
+    """Check that clipping and AdamW make the weights of the last part of a run from its gradients, beginning with the
+    weights that the trainer has saved, and the moments that it should have saved. The bound is that of rounding each
+    step to float32.
     """
-    before = {name: p.detach().clone() for name, p in replay.weights.items()}
-    updates = replay.train(case, gradients)
+    (case, _, weights), parameters = parts[-1], {name: nn.Parameter(x.double().clone()) for name, x in initial.items()}
+    optimizer, limit = adamw(parameters.values(), case), math.inf if case.max_grad_norm is None else case.max_grad_norm
+    for part, gradients, saved in parts:
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        for step, found in zip(part.steps, gradients, strict=True):
+            for name, p in parameters.items():
+                p.grad = found[name].double().clone() if name in found else None
+            nn.utils.clip_grad_norm_(parameters.values(), limit)
+            for group in optimizer.param_groups:
+                group["lr"] = case.learning_rates[step]
+            optimizer.step()
+        updates = {name: p.detach() - before[name] for name, p in parameters.items()}
+        for name, x in saved.items():
+            parameters[name].data.copy_(x)
     for name, x in weights.items():
         update, expected = x.double() - before[name], updates[name]
         rounding = UNIT * before[name].square().mean().sqrt().item() * len(case.steps)
         bound = 64 * UNIT + 4 * rounding / max(expected.square().mean().sqrt().item(), rounding)
         hint = f"its update is {projection(update, expected):.6g} times AdamW's of the trainer's own gradients"
         error = mean_error(update, expected, expected)
-        replay.weights[name].data.copy_(x)
         yield Difference("weight", case.last_step, (), name, error=error, bound=bound, hint=hint)

@@ -1,12 +1,13 @@
 """The ranks of a case: processes with torchrun's variables, started by one process that has imported the libraries.
 
-    python -m conformance.ranks ADAPTER           import an adapter, and run the ranks of cases, of which standard input
-                                                  has a line each: the adapter, the folder of the case, the time limit
+    python -m conformance.ranks                   run the ranks of cases, of which standard input has a line each: the
+                                                  adapter, the folder of the case, the time limit
     torchrun -m conformance.ranks ADAPTER FOLDER  be a rank of this case (any launcher that sets RANK, WORLD_SIZE, ...)
 
 A process that is forked (on Linux) starts in milliseconds, any other in seconds: it imports torch and transformers.
 """
 
+import contextlib
 import faulthandler
 import importlib.util
 import json
@@ -123,9 +124,10 @@ def main() -> None:
         return
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an adapter prints is not a reply
-    load_adapter(Path(sys.argv[1]))  # imports its libraries once
     for line in sys.stdin:
         adapter, folder, timeout = json.loads(line)
+        with contextlib.suppress(Exception):  # the ranks report it
+            load_adapter(Path(adapter))  # imports its libraries once
         serve(Path(adapter), Case.read(Path(folder)), timeout)
         print("done", file=replies, flush=True)
 

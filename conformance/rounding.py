@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_map_only
 
 from conformance.case import Case
 from conformance.compare import LIMIT, Key, Limits, errors_of_reference
-from conformance.precision import UNIT, Factors, bias, factors_of
+from conformance.precision import FACTORS, UNIT, factors_of, means_of
 from conformance.reference import Reference, named_like, train
 
 RUNS, NOISE = 12, 2**21
 # A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases.
 DEVIATIONS = 6
-TENSORS = 6  # of the largest deviation among the same tensors of all layers and steps
 # A tensor may be off by this many times its root mean square error, a mean over its elements, which varies little.
 MEANS = 1.7
 WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in narrower dtypes, as the loss does
@@ -77,11 +76,13 @@ class Rounding(TorchDispatchMode):
 
     @torch.no_grad()
     def round_weights(self, model: nn.Module) -> None:
-        """Give each weight the error of an update that is rounded to float32, or to the dtype if that is wider."""
-        unit = min(self.unit, torch.finfo(torch.float32).eps / 2)
+        """Give each weight the error of an update that is rounded to float32, or to the dtype if that is wider; and all
+        matrices that of 1 - lr * decay.
+        """
+        unit, common = min(self.unit, UNIT / 2), self.random.uniform(-2, 2)
         for parameter in model.parameters():
-            noise = torch.rand(parameter.shape, dtype=parameter.dtype, generator=self.generator)
-            parameter.mul_(1 + unit * (2 * noise - 1))
+            noise = 2 * torch.rand(parameter.shape, dtype=parameter.dtype, generator=self.generator) - 1
+            parameter.mul_(1 + unit * (noise + common * (parameter.ndim > 1)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
@@ -119,7 +120,7 @@ def limits_of_rotary(case: Case, right: Reference) -> Limits:
         found = named_like(train(model, case, case.batch), right.initial)
         for key, error in errors_of_reference(found.of(case), right.of(case), case.first_step).items():
             errors.setdefault(key, []).append(error)
-    return Limits({key: DEVIATIONS * root_mean_square(each) + LIMIT for key, each in errors.items()})
+    return {key: DEVIATIONS * root_mean_square(each) + LIMIT for key, each in errors.items()}
 
 
 def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
@@ -129,51 +130,31 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
         cases: the cases of the run, of which each resumes from the one before.
         right: the reference of the run.
     """
-    errors, factors = dict[Key, list[float]](), list[Factors]()
-    exact = dataclasses.replace(cases[-1], dtype="float64")
+    errors, exact = dict[Key, list[float]](), dataclasses.replace(cases[-1], dtype="float64")
     for seed in range(RUNS):
-        model, every = exact.model(), Factors()
+        model = exact.model()
         found = train(model, exact, exact.batch, rounding=Rounding(cases[-1].torch_dtype, seed, model))
         found = named_like(found, right.initial)
         for case in cases:
             part, want = found.of(case), right.of(case)
-            for key, error in errors_of_reference(part, want, case.first_step).items():
+            every = errors_of_reference(part, want, case.first_step)
+            for key, error in (every | factors_of(case, part.gradients, part.weights, want)).items():
                 errors.setdefault(key, []).append(error)
-            every |= factors_of(case, part.gradients, part.weights, want)
-        factors.append(every)
-    bounds = {  # a number is a sum in float32 in any case
-        key: DEVIATIONS * root_mean_square(each) + 8 * UNIT if not key[1] else MEANS * root_mean_square(each)
-        for key, each in errors.items()
-    }
-    spread = {
-        key: {name: root_mean_square([run[key][name] for run in factors]) for name in names}
-        for key, names in factors[0].items()
-    }
-    shares = {key: {name: each**-2 for name, each in names.items()} for key, names in spread.items()}
-    biases = {key: DEVIATIONS * root_mean_square([bias(run[key], shares[key]) for run in factors]) for key in shares}
+    spread = {key: root_mean_square(each) for key, each in errors.items()}
     # The same tensors of all layers and steps vary alike, and the largest of their deviations is known better.
     alike = dict[tuple[str, str], float]()
-    for (what, _), names in spread.items():
-        for name, each in names.items():
-            group = what, re.sub(r"\d+", "", name)
-            alike[group] = max(each, alike.get(group, 0.0))
-    largest: Factors = {}
-    for kind, names in spread.items():
-        largest[kind] = {name: TENSORS * alike[kind[0], re.sub(r"\d+", "", name)] for name in names}
-        if kind[0] == "update":  # to round its numbers, such as 1 - lr * decay, to float32 changes all weights alike
-            unit = {
-                name: UNIT
-                * size_of(right.initial[name])
-                / size_of(right.after[kind[1] - 1][name] - right.initial[name])
-                for name in names
-            }
-            largest[kind] = {name: each + 4 * unit[name] for name, each in largest[kind].items()}
-            biases[kind] += 4 * max(unit.values())
-    return Limits(bounds, shares, biases, largest)
-
-
-def size_of(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
+    for (what, name, _), each in spread.items():
+        group = what, re.sub(r"\d+", "", name)
+        alike[group] = max(each, alike.get(group, 0.0))
+    limits = dict[Key, float]()
+    for (what, name, step), each in spread.items():
+        if what in FACTORS:
+            limits[what, name, step] = DEVIATIONS * alike[what, re.sub(r"\d+", "", name)]
+            limits[f"spread of {what}", name, step] = each
+        else:  # a number is a sum in float32 in any dtype
+            limits[what, name, step] = MEANS * each if name else DEVIATIONS * each + 8 * UNIT
+    runs = [means_of({key: each[run] for key, each in errors.items()}, limits) for run in range(RUNS)]
+    return limits | {key: DEVIATIONS * root_mean_square([run[key] for run in runs]) for key in runs[0]}
 
 
 def root_mean_square(numbers: list[float]) -> float:

@@ -19,6 +19,12 @@ from conformance.compare import Difference
 from conformance.reference import Reference
 from conformance.result import Result
 from conformance.trace_places import (
+    EMBEDDED,
+    Key,
+    Local,
+    Orders,
+    Phase,
+    Right,
     as_matrix,
     find,
     first_alike,
@@ -33,7 +39,6 @@ from conformance.trace_places import (
     settle,
 )
 from conformance.trace_recorder import Record, read_records
-from conformance.trace_tensors import EMBEDDED, Key, Local, Orders, Phase, Right
 from conformance.trace_text import Sentences, short
 
 
@@ -162,13 +167,13 @@ class Trace:
 
     def read_weight(self, rank: int, key: Key, x: Tensor) -> None:
         """Add a weight, or its gradient when the optimizer gets it. Rows of zeros at the end are padding."""
-        right, place = self.right[key].x, self.places.get((rank, *key[2:]))
-        if place is None and key[1] != Phase.CLIP:
+        right, place, is_gradient = self.right[key].x, self.places.get((rank, *key[2:])), key[1] == Phase.CLIP
+        if place is None and not is_gradient:
             place = locate(x, right)
         if place is not None and x.size(1) == len(place[1]) and len(x) >= len(place[0]):
             self.places[rank, key[2], key[3]] = place
             self.add(Local(rank, key, "", x[: len(place[0])], right, *place))
-        elif key[1] != Phase.CLIP:
+        elif not is_gradient:
             self.add(Local(rank, key, "", x, right))
 
     def read_parts(self, rank: int, step: int, phase: Phase, parts: Any, whole: dict[str, Tensor]) -> None:
@@ -186,22 +191,21 @@ class Trace:
         """Add the activations of a call, and their gradients."""
         labels = dict[int, str]()
         for record, key in found:
-            x, grad, right = record.values.x, record.values.grad, self.right[key]
-            label = labels.setdefault(id(record.values), f"{short(key[2])} {key[3]}")
-            lead = lead_of(x, right.x)
+            values, right, value = record.values, self.right[key], None
+            label = labels.setdefault(id(values), f"{short(key[2])} {key[3]}")
+            lead = lead_of(values.x, right.x)
             rows = layouts.get(lead)
             if rows is None and right.is_shared:  # for all rows of the batch
                 rows = next((each[: lead[1]] for other, each in layouts.items() if other[1:] == lead[1:]), None)
             kept = slice(None) if rows is None else rows >= 0  # the others are padding, if no token is missing
             rows = None if rows is None else rows[kept]
-            x = x.reshape(lead.numel(), -1)[kept]
-            x = x[:, ~x.isneginf().all(0)]  # without the logits of a vocabulary's padding
-            value = Local(rank, key, label, x, right.x, rows, None, record.call, record.again)
-            self.add(value)
-            key = (key[0], Phase.BACKWARD, *key[2:])
-            if grad is not None and grad.shape == record.values.x.shape and key in self.right:
-                x, right = grad.reshape(lead.numel(), -1)[kept][:, : x.size(1)], self.right[key]
-                self.add(Local(rank, key, label, x, right.x, rows, None, record.call, record.again, value))
+            columns = ~values.x.reshape(lead.numel(), -1)[kept].isneginf().all(0)  # without a vocabulary's padding
+            for phase, x in ((Phase.FORWARD, values.x), (Phase.BACKWARD, values.grad)):
+                key = key[0], phase, *key[2:]
+                if x is not None and x.shape == values.x.shape and key in self.right:
+                    x = x.reshape(lead.numel(), -1)[kept][:, columns]
+                    value = Local(rank, key, label, x, self.right[key].x, rows, None, record.call, record.again, value)
+                    self.add(value)
 
     def add(self, each: Local) -> None:
         self.at.setdefault(each.key, []).append(each)

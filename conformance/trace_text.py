@@ -1,6 +1,5 @@
 """Sentences about the first wrong tensor of a run: where it is, what it is instead, and what before it is equal."""
 
-import math
 import re
 from typing import Any
 
@@ -8,19 +7,16 @@ import torch
 from torch import Tensor
 
 from conformance.compare import LIMIT, Difference, factor_of, unequal
-from conformance.trace_places import rows_alike
-from conformance.trace_tensors import Key, Local
+from conformance.trace_places import Key, Local, rows_alike
 
+LOADED = ", before the first step: it is loaded wrongly"
 PLACES = {  # of a tensor of each phase: name, and what follows after the sentence about it
-    "LOAD": ("{weight} on {ranks}", ", before the first step: it is loaded wrongly"),
+    "LOAD": ("{weight} on {ranks}", LOADED),
     "FORWARD": ("{label} on {ranks}", "; {before} is equal"),
     "BACKWARD": ("gradient of {label} on {ranks}", "; gradient of {before} is equal"),
     "GRADIENTS": ("gradient of {weight} on {ranks}", "; the gradients of all outputs are equal{factor}"),
     "CLIP": ("gradient of {weight} on {ranks}", ", when the optimizer gets it"),
-    "UPDATE": (
-        "{weight} on {ranks} after the optimizer's step",
-        "; {gradients} and their norm are equal: {cause}",
-    ),
+    "UPDATE": ("{weight} on {ranks} after the optimizer's step", "; all before it is equal: {cause}"),
 }
 
 
@@ -45,18 +41,18 @@ class Sentences:
         # A tensor that is right as the output of one module can be wrong as that of the next one.
         label = f"{short(name)} {kind}" if each.label in {o.label for o in before} else each.label
         text = place.format(label=label, weight=f"{short(name)}.{kind}", ranks=ranks)
-        text += ", computed again for backward," if each.again else ""
-        text += self.instead(each)
+        text += (", computed again for backward," if each.again else "") + self.instead(each)
         if cause is not None:
-            place = place.format(label=cause.label, ranks="ranks " + ", ".join(map(str, cause.ranks)))
+            place = place.format(label=cause.label, ranks=many("rank", list(cause.ranks)))
             terms = self.trace.peers(cause)
             are_equal = all(term.x.equal(cause.x) for term in terms)  # a sum that is divided by the number of ranks
             of_right = f"{1 / len(terms):.6g} times what it should be"
             return f"{place} is {of_right if are_equal else 'one term of a sum, which is missing or wrong'}: {text}"
         if "{before}" in end and not before:
             return text
-        words = {"gradients": self.gradients(step), "factor": self.factor(step), "cause": self.cause(step)}
-        return text + end.format(before=before[-1].label if before else "", **words)
+        return text + end.format(
+            before=before[-1].label if before else "", factor=self.factor(step), cause=self.cause(step)
+        )
 
     def factor(self, step: int) -> str:
         """Name the constant of a step's gradients of outputs, by which they are divided before they are compared."""
@@ -70,15 +66,11 @@ class Sentences:
 
     def instead(self, each: Local) -> str:
         """Say what a wrong tensor is."""
-        x, columns = each.x, each.columns
-        is_weight = each.label == ""
+        x, columns, is_weight = each.x, each.columns, each.label == ""
         if x.isnan().any():
-            where = "" if each.rows is None or is_weight else f": {self.tokens(each.rows[x.isnan().any(1)])}"
-            return f" is NaN in {x.isnan().double().mean():.0%} of its numbers{where}"
+            return f" is NaN in {x.isnan().double().mean():.0%} of its numbers"
         if each.rows is None:
-            return " is no part of the right one" + ("" if is_weight else ": none of its rows is one of its rows")
-        if not x.any():
-            return " is 0"
+            return " is no part of the right one"
         if columns is not None and not columns.equal(needed := self.trace.columns_for_weight(each, columns)):
             return f" has columns {spans(columns.tolist())}, but its weight needs {spans(needed.tolist())}"
         if columns is None and each.value is not None:
@@ -91,29 +83,18 @@ class Sentences:
         want = whole[each.rows][:, columns]
         bad = ~((x - want).abs() <= LIMIT * whole.abs().max())
         rows = bad.any(1)
-        peers = self.trace.peers(each)
-        if hint := one_factor(x[rows], want[rows]):
+        if (c := factor_of(x[rows], want[rows])) is not None and abs(c - 1) > 1e-9:
+            hint = f" is {times(c)} times what it should be" if c else " is 0"
             return hint + ("" if rows.all() or is_weight else f", in {self.tokens(each.rows[rows])}")
-        if is_weight and (hint := one_term(peers, want)):
+        if is_weight and (hint := one_term(self.trace.peers(each), want)):
             return hint
         if not is_weight and x.size(1) == whole.size(1) and (hint := self.elsewhere(each, x, whole, rows)):
             return hint
         i, j = bad.nonzero()[0].tolist()
         at = [int(each.rows[i]), int(columns[j])][-2 if len(each.right) > 1 else -1 :]
         where = str(at) if is_weight else f"{self.tokens(each.rows[i : i + 1])}, column {j}"
-        text = f" is {unequal(x[i, j].item(), want[i, j].item())}, at {where}"
-        if is_weight:
-            return text + ("" if bad.all() else f"; {bad.double().mean():.0%} of it differs")
-        text += "" if rows.all() else f"; only {self.tokens(each.rows[rows])} differ"
-        text += "" if bad.any(0).all() else f"; only columns {spans(bad.any(0).nonzero()[:, 0].tolist())} differ"
-        if x.size(1) == whole.size(1) and not columns.equal(torch.arange(x.size(1))):
-            text += f"; its columns come in the order {spans(columns.tolist())}"
-        others = [peer for peer in peers if peer is not each]
-        if others:
-            agree = all(peer.x.equal(x) for peer in others)
-            ranks = many("rank", [peer.rank for peer in others])
-            text += f"; {ranks} with the same tokens {'agree' if agree else 'differ from it'}"
-        return text
+        only = "" if is_weight or rows.all() else f"; only {self.tokens(each.rows[rows])} differ"
+        return f" is {unequal(x[i, j].item(), want[i, j].item())}, at {where}{only}"
 
     def elsewhere(self, each: Local, x: Tensor, whole: Tensor, rows: Tensor) -> str:
         """Say which other tokens have the numbers that are wrong."""
@@ -128,76 +109,51 @@ class Sentences:
         rows, positions = (sorted(set(x.tolist())) for x in (tokens // self.length, tokens % self.length))
         return f"{many('row', rows)}, {many('token', positions)}"
 
-    def on_no_rank(self, key: Key, missing: Tensor) -> str:
-        """Say which part of a tensor is on no rank: rows (G, C) that are True, or columns."""
-        rows = missing.all(1).nonzero()[:, 0]
-        is_weight = key[3] in ("weight", "bias")
-        part = f"rows {spans(rows.tolist())}" if is_weight else self.tokens(rows)
+    def part(self, key: Key, cells: Tensor) -> str:
+        """Name the rows (G, C) or the columns of a tensor that are True."""
+        rows = cells.all(1).nonzero()[:, 0]
         if not len(rows):
-            part = f"columns {spans(missing.any(0).nonzero()[:, 0].tolist())}"
-        of, verb = "gradient of " if key[1].name == "BACKWARD" else "", "are" if missing.sum() > 1 else "is"
-        return f"{of}{short(key[2])} {key[3]}: {part} {verb} on no rank"
+            return f"columns {spans(cells.any(0).nonzero()[:, 0].tolist())}"
+        return f"rows {spans(rows.tolist())}" if key[3] in ("weight", "bias") else self.tokens(rows)
+
+    def on_no_rank(self, key: Key, missing: Tensor) -> str:
+        of = "gradient of " if key[1].name == "BACKWARD" else ""
+        return f"{of}{short(key[2])} {key[3]}: {self.part(key, missing)} are on no rank"
 
     def unequal_shards(self, key: Key, right: list[Local]) -> str:
         """Say that some rows or columns of a weight are on more ranks than others, or that a rank has other key/value
         heads than its query heads need; "" if neither is so.
         """
-        counts = torch.zeros(self.trace.right[key].x.shape, dtype=torch.long)
+        counts, weight = torch.zeros(self.trace.right[key].x.shape, dtype=torch.long), f"{short(key[2])}.{key[3]}"
         for each in {each.rank: each for each in right}.values():
-            if each.rows is not None and each.columns is not None:
-                counts[each.rows[:, None], each.columns] += 1
-        weight = f"{short(key[2])}.{key[3]}"
+            assert each.rows is not None
+            counts[each.rows[:, None], each.columns] += 1
         if counts.min() < counts.max():
-            dim = 0 if len(counts.amax(1).unique()) > 1 else 1
-            few = (counts.amin(1 - dim) < counts.max()).nonzero()[:, 0]
-            part = f"{('rows', 'columns')[dim]} {spans(few.tolist())}"
-            numbers = f"on {counts.min()} ranks, others on {counts.max()}"
-            return f"{weight}: {part} are {numbers}, before the first step: it is loaded wrongly"
+            few = self.part(key, counts < counts.max())
+            return f"{weight}: {few} are on {counts.min()} ranks, others on {counts.max()}{LOADED}"
         config = self.trace.config
         q_name = re.sub(r"\.[kv]_proj$", ".q_proj", key[2])
-        for each in right if q_name != key[2] and config is not None else ():
+        for each in right if q_name != key[2] else ():
+            width, left = divmod(len(counts), config.num_key_value_heads)
             places = self.trace.places.get((each.rank, q_name, key[3]))
-            width, heads = len(counts) // config.num_key_value_heads, config.num_attention_heads
-            if places is not None and each.rows is not None and len(counts) % config.num_key_value_heads == 0:
-                used = {head * config.num_key_value_heads // heads for head in (places[0] // width).tolist()}
-                held = {*(each.rows // width).tolist()}
+            if places is not None and each.rows is not None and not left:
+                queries = config.num_attention_heads // config.num_key_value_heads  # of a key/value head
+                used, held = {*(places[0] // width // queries).tolist()}, {*(each.rows // width).tolist()}
                 if not used <= held:
-                    return (
-                        f"{weight} on rank {each.rank} has heads {spans(sorted(held))}, but its query heads use "
-                        f"{spans(sorted(used))}, before the first step: it is loaded wrongly"
-                    )
+                    heads = f"{spans(sorted(held))}, but its query heads use {spans(sorted(used))}"
+                    return f"{weight} on rank {each.rank} has heads {heads}{LOADED}"
         return ""
 
-    def gradients(self, step: int) -> str:
-        """Name the gradients of a step that are compared."""
-        phases = {key[1].name for key in self.trace.at if key[0] == step}
-        return "the gradients" if phases & {"GRADIENTS", "CLIP"} else "the gradients of outputs (not of weights)"
-
     def number(self, difference: Difference) -> str:
-        what = f"{difference.what} of {difference.name}" if difference.name else difference.what
-        ranks = f" on {many('rank', list(difference.ranks))}" if difference.ranks else ""
-        found = "" if math.isnan(difference.right) else f" is {unequal(difference.found, difference.right)}"
-        hint = f" ({difference.hint})" if difference.hint else ""
-        before = f"the outputs and {self.gradients(difference.step - 1)} before it are equal"
-        return f"the {what}{ranks}{found}{hint}; {before}"
+        of = f" of {difference.name}" if difference.name else ""
+        return f"the {difference.what}{of} is the first that differs; all tensors before it are equal"
 
     def clipping(self, step: int) -> str:
         """Describe gradients that are multiplied by a wrong number; "" if they are not."""
         found = {r: c for (s, phase, r), c in sorted(self.trace.factors.items()) if s == step and phase.name == "CLIP"}
         texts = [f"{times(c)} times what it should be on rank {r}" for r, c in found.items() if abs(c - 1) > 1e-6]
-        return (
-            f"clipping: every gradient is {', '.join(texts)}, when the optimizer gets it; their norm is equal"
-            if texts
-            else ""
-        )
-
-
-def one_factor(x: Tensor, want: Tensor) -> str:
-    """Say that a tensor is a multiple of what it should be; "" if it is not."""
-    c = factor_of(x, want)
-    if c is None or abs(c - 1) <= 1e-9:
-        return ""
-    return f" is {times(c)} times what it should be" if c else " is 0"
+        every = f"clipping: every gradient is {', '.join(texts)}, when the optimizer gets it; their norm is equal"
+        return every if texts else ""
 
 
 def times(factor: float) -> str:

@@ -19,11 +19,10 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.placement import main_grad, owned_weight, placement, replicas
-from picotron.optimizer import update_weights
 from picotron.parallelize import unwrap
 from workbench.generation.rotation import generate
 from workbench.generation.sampling import Sampling
-from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, train_batch
+from workbench.own_loops.batches import Loss, cross_entropy, forward_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, Trainer, set_up
 from workbench.pipelines.engine import check_run
@@ -101,15 +100,15 @@ def run(case: Case) -> Result:
 def train(case: Case, trainer: Trainer) -> Result:
     llama, gradients = unwrap(trainer.model), list[Any]()
     result = Result(gradients=gradients)
-    for step in case.steps:
-        batches = trainer.split(as_packed(case.batch(step)))
-        loss = train_batch(trainer.step, trainer.model, batches, own_loss(case)).loss
+
+    def keep_gradients(_: object) -> dict[str, float]:
         gradients.append({name: whole_part(p, main_grad(p)) for name, p in llama.named_parameters() if p.requires_grad})
-        norm = update_weights(trainer.model, trainer.optimizer, case.max_grad_norm)
-        trainer.scheduler.step()
-        trainer.progress = trainer.progress.after_step(trainer.config)
-        result.losses.append(loss)
-        result.grad_norms.append(norm.item())
+        return {}
+
+    for step in case.steps:
+        record = trainer.train(trainer.split(as_packed(case.batch(step))), own_loss(case), keep_gradients)
+        result.losses.append(record["loss"])
+        result.grad_norms.append(record["grad_norm"])
         if case.evaluates:
             result.evaluations += evaluated(case, trainer)
     if case.saves or case.exports:

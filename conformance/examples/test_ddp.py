@@ -1,6 +1,5 @@
 """Tests of a trainer in its own repository: one for each row, with the first wrong tensor of the first that differs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,10 @@ import pytest
 from conformance.check import Checker
 
 ADAPTER = Path(__file__).with_name("ddp.py")
-ROWS = Checker(ADAPTER).plan(only=("step", "run"), layouts=("dp2",))
+CHECKER = Checker(ADAPTER, trace=None)
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    with Checker(ADAPTER, trace=None) as checker:
-        yield checker
-
-
-@pytest.mark.parametrize(("chapter", "layout", "other"), ROWS)
-def test_the_trainer_is_equal(checker: Checker, chapter: str, layout: str, other: str) -> None:
-    row = checker.check(chapter, layout, other)
+@pytest.mark.parametrize(("chapter", "layout", "other"), CHECKER.plan(only=("step", "run"), layouts=("dp2",)))
+def test_the_trainer_is_equal(chapter: str, layout: str, other: str) -> None:
+    row = CHECKER.check(chapter, layout, other)
     assert not row.is_bad, f"{row}\n{row.log}"

@@ -1,9 +1,8 @@
-"""What programs do to a module beside training it: torch's hooks, copies, averages and casts, a second model, and
-errors in the middle of a step. Each is an operation of a program, see `programs`.
+"""What programs do to a module beside training it: torch's hooks, copies and averages, a second model, and errors in
+the middle of a step. Each is an operation of a program, see `programs`.
 """
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -27,22 +26,12 @@ def interrupt(*_: Any) -> None:
     raise Interrupted
 
 
-def half(module: nn.Module, *values: Any) -> Any:
-    """Halve what a hook of a module gets last: its input, its output, or the gradient of one of them."""
-    value = values[-1] if isinstance(values[-1], Tensor) else values[-1][0]
-    return value / 2 if isinstance(values[-1], Tensor) else (value / 2,)
-
-
-HOOKS: dict[str, Callable[[nn.Module], Any]] = {
-    "forward_pre": lambda module: module.register_forward_pre_hook(half),
-    "forward": lambda module: module.register_forward_hook(half),
-    "backward_pre": lambda module: module.register_full_backward_pre_hook(half),
-    "backward": lambda module: module.register_full_backward_hook(lambda m, dx, dy: half(m, dx)),
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {  # which halve an output, or a gradient
+    "forward": lambda module: module.register_forward_hook(lambda _, x, y: y / 2),
+    "backward": lambda module: module.register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,)),
 }
 RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
-    "nadam": lambda parameters: torch.optim.NAdam(parameters, 0.01),
     "adamax": lambda parameters: torch.optim.Adamax(parameters, 0.01),
 }
 
@@ -54,7 +43,6 @@ class Habits:
     call: Any
     optimizer: Any
     result: dict[str, Any]
-    seen: list[Tensor]
     averaged: AveragedModel | None = None
 
     def note(self, number: Tensor | float) -> None:
@@ -75,22 +63,13 @@ class Habits:
     def twin(self, how: str, seed: int) -> None:
         """Train a copy of the module."""
         twin = copy.deepcopy(self.call if how == "wrapped" else self.net)
-        if how == "saved":
-            file = io.BytesIO()
-            try:
-                torch.save(self.net, file)
-            except AttributeError:  # a hook of the program cannot be saved
-                return
-            file.seek(0)
-            twin = torch.load(file, weights_only=False)
         optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], 0.1)
         for i in range(3):
             loss = twin(drawn(seed + i, 4, 6)).square().mean()
             loss.backward()
             optimizer.step()
-            (twin if how == "saved" else optimizer).zero_grad()
+            optimizer.zero_grad()
             self.note(loss.detach())
-        self.seen.clear()  # by hooks of the copy
 
     def hook(self, kind: str) -> None:
         HOOKS[kind](self.net.get_submodule("layers.2"))
@@ -99,9 +78,6 @@ class Habits:
         counts: list[int] = []
         self.optimizer.register_step_pre_hook(lambda *_: counts.append(1))
         self.optimizer.register_step_post_hook(lambda *_: self.note(len(counts)))
-
-    def vector(self) -> None:
-        self.note_weights(parameters_to_vector(self.net.parameters()).detach().square().mean())
 
     def compute(self, how: str) -> None:
         """Let a bias be computed from its parameter, unless it is already."""
@@ -114,10 +90,6 @@ class Habits:
         else:
             parametrize.register_parametrization(module, "bias", nn.Softsign())
 
-    def cast(self) -> None:
-        self.net.float().double()
-        self.zero("optimizer")  # torch also casts gradients, which are in main_grad elsewhere
-
     def fails(self, where: str, seed: int) -> None:
         """Run a forward, or a backward, that an error ends, and start the step again."""
         module = self.net.get_submodule("layers.1")
@@ -128,7 +100,6 @@ class Habits:
             raise AssertionError("the hook was not called")
         except Interrupted:
             handle.remove()
-        self.seen.clear()
         self.zero("optimizer")
 
     def zero(self, of: str) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from conformance.fuzz.habits import HOOKS, RULES, Habits, drawn
@@ -36,8 +35,8 @@ D = 6
 
 
 class Net(nn.Module):
-    """Layers in a list, of which two may share a matrix, and one may have weights that are computed from others (a
-    parametrization); beside it perhaps a head, a scalar and an unused layer, and two buffers.
+    """Layers in a list, of which two may share a matrix; beside it perhaps a head, a scalar and an unused layer, and
+    two buffers.
     """
 
     def __init__(self, kind: str) -> None:
@@ -48,8 +47,6 @@ class Net(nn.Module):
         self.head = nn.Linear(D, 2) if kind == "outside" else None
         self.scale = nn.Parameter(torch.ones(())) if kind == "outside" else None
         self.unused = nn.Linear(2, 2) if kind != "shared" else None
-        if kind == "computed":
-            weight_norm(self.layers[2])
         self.register_buffer("shift", torch.full((), 0.3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -78,11 +75,6 @@ def two_calls(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return [call(x).square().mean() + call(x + 1).sin().mean()]
 
 
-def in_reverse(call: Call, net: Net, x: Tensor) -> list[Tensor]:
-    first, second = call(x).square().mean(), call(x + 1).sin().mean()
-    return [second, first]
-
-
 def retained(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return 2 * plain(call, net, x)
 
@@ -92,11 +84,6 @@ def metric_between(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     with torch.no_grad():
         (metric,) = plain(call, net, x + 1)
     return [loss + metric]
-
-
-def dropped_first(call: Call, net: Net, x: Tensor) -> list[Tensor]:
-    call(x + 1)
-    return plain(call, net, x)
 
 
 def penalty(call: Call, net: Net, x: Tensor) -> list[Tensor]:
@@ -119,10 +106,6 @@ def functional(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return plain(lambda x: functional_call(net, weights, (x,)), net, x)
 
 
-def without_wrapper(call: Call, net: Net, x: Tensor) -> list[Tensor]:
-    return plain(net, net, x)
-
-
 def one_layer(call: Call, net: Net, x: Tensor) -> list[Tensor]:
     return plain(net.layers[0], net, x)
 
@@ -130,8 +113,8 @@ def one_layer(call: Call, net: Net, x: Tensor) -> list[Tensor]:
 LOSS_OF = {
     function.__name__: function
     for function in (
-        *(plain, two_calls, in_reverse, retained, metric_between, dropped_first, penalty, regularised, recomputed),
-        *(functional, without_wrapper, one_layer),
+        *(plain, two_calls, retained, metric_between, penalty, regularised, recomputed),
+        *(functional, one_layer),
     )
 }
 
@@ -147,7 +130,6 @@ class Bare(Habits):
         for name in program["frozen"]:
             self.freeze(name)
         self.result: dict[str, Any] = {"losses": [], "norms": []}
-        self.seen: list[Tensor] = []
         self.prepare(program["engine"])
 
     def prepare(self, engine: str) -> None:
@@ -189,10 +171,8 @@ class Bare(Habits):
         self.record(found)
 
     def record(self, losses: list[Tensor]) -> None:
-        """Record the mean of losses over the ranks, and that of what `look` has seen."""
-        for numbers in filter(None, (losses, self.seen)):
-            self.result["losses"].append(self.mean(torch.stack(numbers).detach().double().mean()).item())
-        self.seen.clear()
+        """Record the mean of losses over the ranks."""
+        self.note(self.mean(torch.stack(losses).detach().double().mean()))
 
     def mean(self, loss: Tensor) -> Tensor:
         return loss
@@ -214,9 +194,6 @@ class Bare(Habits):
             p.grad = torch.zeros_like(p)  # weight decay reaches unused parameters, too
 
     def finish(self) -> None:
-        pass
-
-    def wrap(self, engine: str) -> None:
         pass
 
     def share(self, engine: str) -> None:
@@ -244,16 +221,12 @@ class Bare(Habits):
         values = [0.3 * drawn(seed + i, *p.shape) for i, p in enumerate(parameters)]
         if how == "vector":
             torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in values]), parameters)
-        for i, (p, value) in enumerate(zip(parameters, values, strict=True)):
-            if how == "data" and i == seed % len(parameters):  # of one alone
-                p.data = value.to(p.dtype)
-            elif how == "copy":
-                with torch.no_grad():
-                    p.copy_(value)
+        else:  # the data of one alone
+            i = seed % len(parameters)
+            parameters[i].data = values[i].to(parameters[i].dtype)
 
     def parameter(self, name: str) -> nn.Parameter:
-        found = dict(self.net.named_parameters(remove_duplicate=False))
-        return found[name] if name in found else found["layers.2.parametrizations.weight.original1"]
+        return dict(self.net.named_parameters(remove_duplicate=False))[name]
 
     def freeze(self, name: str) -> None:
         self.parameter(name).requires_grad_(False).grad = None
@@ -266,9 +239,6 @@ class Bare(Habits):
     def halve(self, name: str) -> None:
         if (parameter := self.parameter(name)).requires_grad:
             parameter.register_hook(lambda gradient: gradient / 2)
-
-    def look(self) -> None:
-        self.net.layers[2].register_forward_hook(lambda _, inputs, output: self.seen.append(inputs[0].detach().mean()))
 
 
 class Wrapped(Bare):
@@ -324,9 +294,6 @@ class Wrapped(Bare):
 
     def finish(self) -> None:
         self.model.finish_grad_sync()
-
-    def wrap(self, engine: str) -> None:
-        WRAPPERS[engine](self.net)
 
     def share(self, engine: str) -> None:
         WRAPPERS[engine](nn.Sequential(self.net.layers[0]))
@@ -427,7 +394,7 @@ def draw_program(dice: random.Random) -> Case:
     return {
         "ranks": ranks,
         "engine": dice.choice(engines),
-        "net": dice.choice(("inside", "outside", "shared", "computed")),
+        "net": dice.choice(("inside", "outside", "shared")),
         "optimizer": optimizer,
         "rule": dice.choice((None, *RULES)) if optimizer == "recipe" else None,
         "states": states,
@@ -438,26 +405,17 @@ def draw_program(dice: random.Random) -> Case:
 
 def draw_step(dice: random.Random, states: str | None) -> list[Operation]:
     """Draw a step: backwards, perhaps with forwards between them, and an update."""
-    count, flags = (
-        dice.randint(1, 3),
-        dice.choice(("last", "last", "last", "last", "last", "never", "always", "untouched")),
-    )
+    count, flags = dice.randint(1, 3), dice.choice(("last",) * 5 + (False, True, None))
     found: list[Operation] = []
     for i in range(count):
-        if dice.random() < 0.2:
-            found.append(["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)])
+        forward = ["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)]
         loss = "plain" if states or dice.random() < 0.6 else dice.choice(list(LOSS_OF))
-        flag = {"last": i == count - 1, "never": False, "always": True, "untouched": None}[flags]
-        found.append(["backward", loss, flag, dice.randrange(100)])
-    found += [["finish"]] * dice.choice((0, 0, 1, 2))
-    if dice.random() < 0.2:
-        found.append(["forward", "no_grad", dice.randrange(100)])
-    if dice.random() < 0.7 and not states:
-        found.append(["clip", dice.choice((None, 0.1))])
-    if dice.random() < 0.9:
-        found.append(["step"])
-    of = ["optimizer", "optimizer", "wrapper", "module"]
-    return found + ([["zero", dice.choice(of)]] if dice.random() < 0.95 else [])
+        flag = i == count - 1 if flags == "last" else flags
+        found += [forward] * (dice.random() < 0.2) + [["backward", loss, flag, dice.randrange(100)]]
+    found += [["finish"]] * dice.choice((0, 0, 1, 2)) + [["forward", "no_grad", 7]] * (dice.random() < 0.2)
+    found += [["clip", dice.choice((None, 0.1))]] * (dice.random() < 0.7 and not states)
+    zero = ["zero", dice.choice(("optimizer", "optimizer", "wrapper", "module"))]
+    return found + [["step"]] * (dice.random() < 0.9) + [zero] * (dice.random() < 0.95)
 
 
 def draw_event(dice: random.Random, engines: list[str], states: str | None) -> list[Operation]:
@@ -465,25 +423,19 @@ def draw_event(dice: random.Random, engines: list[str], states: str | None) -> l
     if states:
         return dice.choice([[["reload"]], [["reload"], ["rate", 0.5]], [["rate", 0.1]], [["assign", "data", seed]]])
     events: list[Operation] = [
-        ["wrap", dice.choice(engines)],
-        ["share", dice.choice(engines)],
-        ["close_and_wrap", dice.choice(engines)],
+        [dice.choice(("share", "close_and_wrap")), dice.choice(engines)],
+        ["lay_out", dice.choice(engines), dice.choice((1, 2))],
         ["reload"],
         ["rate", 0.5],
         ["load", seed],
-        ["assign", dice.choice(("data", "copy", "vector")), seed],
-        [dice.choice(("freeze", "unfreeze")), name],
-        ["halve", name],
-        ["look"],
+        ["assign", dice.choice(("data", "vector")), seed],
+        [dice.choice(("freeze", "unfreeze", "halve")), name],
         ["average"],
-        ["twin", dice.choice(("copied", "copied", "saved", "wrapped")), seed],
+        ["twin", dice.choice(("copied", "copied", "wrapped")), seed],
         ["hook", dice.choice(list(HOOKS))],
         ["count_steps"],
-        ["vector"],
-        ["cast"],
         ["compute", dice.choice(("pruned", "parametrized"))],
         ["fails", dice.choice(("forward", "backward")), seed],
         ["second", seed],
-        ["lay_out", dice.choice(engines), dice.choice((1, 2))],
     ]
     return [dice.choice(events)]

@@ -19,15 +19,9 @@ EP_SIZES = {
 SOME = "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3"
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    with Checker(ADAPTER, timeout=120) as found:
-        yield found
-
-
 @pytest.mark.processes
-def test_ten_steps_equal_one_process(checker: Checker) -> None:
-    errors = errors_of(checker, SOME)
+def test_ten_steps_equal_one_process() -> None:
+    errors = errors_of(Checker(ADAPTER, timeout=120), SOME)
     assert max(errors.values()) <= LIMIT, errors
 
 

@@ -1,11 +1,8 @@
 """The first wrong tensor: it is the one that a mistake makes wrong, and there is none where nothing is wrong."""
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +12,21 @@ from conformance.mistakes import MISTAKES
 from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
-Check = Callable[..., Row]
 DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
 
 
-@pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
+@functools.cache
+def checker_of(adapter: str) -> Checker:
+    return Checker(Path(adapter).resolve(), trace=True)
+
+
+def traced(folder: Path, adapter: str, chapter: str, layout: str, old: str = "", new: str = "") -> Row:
     """Trace a chapter and a layout of an adapter with a text replaced."""
-    variant = tmp_path_factory.mktemp("trace") / "variant.py"
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def checker(adapter: str) -> Checker:
-            return stack.enter_context(Checker(Path(adapter).resolve(), trace=True))
-
-        def run(adapter: str, chapter: str, layout: str, old: str = "", new: str = "", **changes: Any) -> Row:
-            source = Path(adapter).read_text()
-            assert not old or source.count(old) == 1
-            variant.write_text(source.replace(old, new) if old else source)
-            return checker(adapter).check(chapter, layout, adapter=variant, **changes)
-
-        yield run
+    source, variant = Path(adapter).read_text(), folder / "variant.py"
+    assert not old or source.count(old) == 1
+    variant.write_text(source.replace(old, new) if old else source)
+    changes = {"last_step": 2} if chapter == "run" else {}  # of five steps
+    return checker_of(adapter).check(chapter, layout, adapter=variant, **changes)
 
 
 FAST = (
@@ -49,10 +40,10 @@ FAST = (
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", FAST)
-def test_a_mistake_is_placed(name: str, check: Check) -> None:
+def test_a_mistake_is_placed(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
     _, _, adapter, _, chapter, _, layout = command(mistake.found_by[-1], mistake.file)
-    row = check(adapter, chapter, layout, mistake.old, mistake.new)
+    row = traced(tmp_path, adapter, chapter, layout, mistake.old, mistake.new)
     assert row.verdict == "differs"
     assert re.search(mistake.place, row.trace), row.trace
 
@@ -72,17 +63,17 @@ RECOMPUTED = (
     ],
 )
 def test_nothing_is_wrong_where_all_is_equal(
-    adapter: str, chapter: str, layout: str, old: str, new: str, check: Check
+    adapter: str, chapter: str, layout: str, old: str, new: str, tmp_path: Path
 ) -> None:
-    row = check(adapter, chapter, layout, old, new)
+    row = traced(tmp_path, adapter, chapter, layout, old, new)
     assert row.verdict == "equal"
     assert re.fullmatch(r"traced: [1-9]\d+ tensors of \d+ of 30 modules are equal", row.trace), row.trace
 
 
 @pytest.mark.processes
-def test_what_is_not_compared_is_not_called_equal(check: Check) -> None:
+def test_what_is_not_compared_is_not_called_equal(tmp_path: Path) -> None:
     compiled = "    model._compiled_call_impl = model._call_impl\n    optimizer = adamw"
-    row = check(DDP, "step", "dp2", "    optimizer = adamw", compiled)
+    row = traced(tmp_path, DDP, "step", "dp2", "    optimizer = adamw", compiled)
     assert row.verdict == "equal"
     assert row.trace.startswith("not traced: torch.compile"), row.trace
 
