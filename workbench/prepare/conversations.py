@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -57,13 +56,9 @@ class Sample(NamedTuple):
         return "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
 
 
-@functools.cache
 def is_marked(template: str) -> bool:
-    """Return whether a chat template has {% generation %}, not counting comments and texts."""
-    tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(template) if kind != "whitespace"]
-    return any(
-        kind == "block_begin" and after == ("name", "generation") for (kind, _), after in itertools.pairwise(tokens)
-    )
+    """Return whether a chat template has {% generation %}."""
+    return re.search(r"{%-?\s*generation\b", template) is not None
 
 
 @functools.cache
@@ -279,7 +274,7 @@ class ChatTemplate:
         rendered, plain = in_some_form(plain, render)
         ignored, uncounted = self.marks({"messages": plain, "tools": tools, "wanted": wanted})
         self.notes.update(f"the chat template ignores {name}" for name in ignored)
-        self.notes.update(f"the loss does not count {name!r} of the assistant" for name in uncounted)
+        self.notes.update(f"the loss does not count {name} of the assistant" for name in uncounted)
         if not any(start < end for each in rendered for start, end in each.counted):
             does = (
                 "marks no text with {% generation %}"
