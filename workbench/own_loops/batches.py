@@ -77,7 +77,8 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
     sequences, length = batch["input_ids"].shape
     positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)
     positions = positions.to(batch["input_ids"].device)
-    batch = {"position_ids": torch.arange(length, device=positions.device).expand(sequences, -1)} | batch
+    position_ids = torch.arange(length, device=positions.device).expand(sequences, -1)
+    batch = {"position_ids": position_ids, "cp_sharding": cp_sharding} | batch
 
     def cut(value: Any, first: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -157,8 +158,6 @@ def train_batch(
     loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
     losses: list[Tensor] | None = None,
     scope: str = "global",
-    outputs: list[Any] | None = None,
-    post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,
 ) -> BatchResult:
     """Run forward and backward for this rank's micro-batches. Gradients end up in `main_grad`, as after `train_step`.
 
@@ -175,22 +174,18 @@ def train_batch(
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
-        outputs: list that gets the results of `post_hook`, by default the logits, as `losses` gets the losses. Pass one
-            on all ranks or on none.
-        post_hook: see `forward_batch`. It is only called if there is a list.
 
     Raises:
         UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
             gradients of an earlier step are there.
     """
-    needs_weights = check_batches(model, batches, is_training=True, has_outputs=outputs is not None)
+    needs_weights = check_batches(model, batches, is_training=True)
     batches = [_without_uncounted_targets(batch) for batch in batches]
     if needs_weights:
         batches = [_with_weights(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
     results: dict[int, LossParts] = {}  # by micro-batch
-    hooked: dict[int, Any] = {}
 
     def with_loss(i: int, batch: Batch) -> Batch:
         def loss(head: Any, x: Tensor) -> Tensor:
@@ -205,9 +200,6 @@ def train_batch(
                     "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
                 )
             results[i] = value.detach(), _detached(weight), {name: _detached(each) for name, each in statistics.items()}
-            if outputs is not None:
-                with torch.no_grad():
-                    hooked[i] = post_hook(head, x, batch)
             return _with_all_gradients(value, [x, *head.parameters()])
 
         return _model_inputs(batch, loss)
@@ -218,8 +210,6 @@ def train_batch(
         ordered = [results[i] for i in sorted(results)]
         if losses is not None:
             losses[:] = [loss for loss, _, _ in ordered]
-        if outputs is not None:
-            outputs[:] = [hooked[i] for i in sorted(hooked)]
         loss, weight, statistics = _sum_over_ranks(ordered)
         if not 0 < weight < math.inf:
             raise UserError(
@@ -314,8 +304,8 @@ def forward_batch(
     Args:
         evaluate: see `make_evaluation`.
         batches: micro-batches, see `split_batch`.
-        post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, see `train_batch`. It returns a
-            tensor or a dict of tensors; by default the logits (B, T/cp, V).
+        post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, as `loss_fn` of `train_batch`.
+            It returns a tensor or a dict of tensors; by default the logits (B, T/cp, V).
         merge: function of the list of these tensors, in the order of `batches`. By default, they are concatenated along
             their first dimension; `list` returns them as they are, if micro-batches differ in their lengths.
 

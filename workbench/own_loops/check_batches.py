@@ -11,7 +11,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.context_parallel.context_parallel import chunk_count, local_positions
+from picotron.context_parallel.context_parallel import chunk_count
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.guards import guard_of
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -34,17 +34,13 @@ class RankBatches(NamedTuple):
     ignores: bool  # whether a target is IGNORE_INDEX
     sizes: set[int]  # numbers of tokens of its micro-batches
     digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
-    has_outputs: bool  # whether the step collects outputs, for which ranks may communicate
 
 
-def check_batches(
-    model: DataParallel, batches: Sequence[Batch], is_training: bool = False, has_outputs: bool = False
-) -> bool:
+def check_batches(model: DataParallel, batches: Sequence[Batch], is_training: bool = False) -> bool:
     """Check micro-batches before a step.
 
     Args:
         is_training: whether the step runs backward, so that there must be no gradients yet.
-        has_outputs: whether `train_batch` got a list for outputs.
 
     Returns:
         Whether a mean over all targets needs weights: a target of any rank is IGNORE_INDEX, or micro-batches differ in
@@ -58,7 +54,7 @@ def check_batches(
     def check() -> RankBatches:
         if is_training:
             _check_parameters(model)
-        return _check_rank(unwrap(model), batches, has_outputs)
+        return _check_rank(unwrap(model), batches)
 
     everyone = run_on_all_ranks(check)
     if len(counts := {len(each.digests) for each in everyone}) > 1 or 0 in counts:
@@ -68,8 +64,6 @@ def check_batches(
         )
     if len({"target_weights" in digests for each in everyone for digests in each.digests}) > 1:
         raise UserError("only some micro-batches have target_weights; add them to all or none, on all ranks")
-    if len({each.has_outputs for each in everyone}) > 1:
-        raise UserError("only some ranks have a list of outputs; pass one on all ranks or on none")
     first_of: dict[int, int] = {}  # first rank of each dp rank
     first_at: dict[tuple[int, int], int] = {}
     for rank, mine in enumerate(everyone):
@@ -103,7 +97,7 @@ def _check_parameters(model: DataParallel) -> None:
         )
 
 
-def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> RankBatches:
+def _check_rank(llama: Llama, batches: Sequence[Batch]) -> RankBatches:
     """Check this rank's micro-batches."""
     ignores = False
     for i, batch in enumerate(batches):
@@ -127,7 +121,7 @@ def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> Ra
     digests = [{name: _digest(batch[name]) for name in SHARED if batch.get(name) is not None} for batch in batches]
     sizes = {batch["input_ids"].numel() for batch in batches}
     rows = [_rows(batch) for batch in batches]
-    return RankBatches((grid.dp_rank, grid.cp_rank), rows, ignores, sizes, digests, has_outputs)
+    return RankBatches((grid.dp_rank, grid.cp_rank), rows, ignores, sizes, digests)
 
 
 def _check_input_ids(batch: Batch, where: str) -> None:
@@ -190,38 +184,18 @@ def _check_documents(llama: Llama, batch: Batch, where: str) -> None:
 
 
 def _check_sharding(llama: Llama, batch: Batch, i: int) -> None:
-    """Check that the tokens can be sharded for sequence parallelism, and that no positions are those of the other
-    sharding. (A program may have positions of its own.)
-    """
+    """Check that the tokens can be sharded for sequence parallelism, and were split as the config says."""
     if (tokens := batch["input_ids"].size(1)) % (shards := sequence_shards(llama)):
         raise UserError(
             f"micro-batch {i} has rows of {tokens} tokens on this rank, which sequence_parallel divides over {shards} ranks; use a "
             f"multiple of {shards}"
         )
-    sharding = llama.cp_sharding
-    if sharding is None:
-        return
-    other = "contiguous" if sharding == "zigzag" else "zigzag"
-    positions, rows = batch["position_ids"].cpu().long(), batch | {"cu_seqlens": None}
-    right, wrong = (  # positions count from the beginning of a document, or of a row
-        any(_positions(each, kind).equal(positions) for each in (batch, rows)) for kind in (sharding, other)
-    )
-    if wrong and not right:
+    sharding, other = llama.cp_sharding, batch.get("cp_sharding")  # a program may have positions of its own
+    if None not in (sharding, other) and other != sharding:
         raise UserError(
             f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {sharding!r}; pass "
             f"cp_sharding={sharding!r} to split_batch or pack_sequences"
         )
-
-
-def _positions(batch: Batch, sharding: str) -> Tensor:
-    """Return the positions of this rank's tokens in their documents, (B, T/cp), for a sharding."""
-    grid, (B, tokens) = pgm.process_group_manager, batch["input_ids"].shape
-    T = tokens * grid.cp_world_size
-    if T % chunk_count(grid.cp_world_size, sharding):
-        return torch.empty(0)
-    places = T * torch.arange(B)[:, None] + local_positions(T, grid.cp_world_size, grid.cp_rank, sharding)
-    starts = T * torch.arange(B + 1) if batch.get("cu_seqlens") is None else batch["cu_seqlens"].cpu().long()
-    return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
 def _digest(tensor: Tensor) -> str:

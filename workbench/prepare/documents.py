@@ -204,8 +204,6 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
     for path in named:
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    if {"dataset_info.json", "state.json"} <= {path.name for path in found}:
-        raise UserError(f"{name} was written by save_to_disk of datasets; write the data set with to_parquet instead")
     readable = sorted(path for path in found if path.is_file())
     files = [path for path in readable if _type(path) in READERS]
     if not files:

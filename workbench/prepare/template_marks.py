@@ -24,9 +24,9 @@ def leaves(value: Any, place: Place) -> Iterator[Place]:
     if isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(each, (*place, key))
-    elif isinstance(value, str) and value.strip() and place[-1] not in COMPARED:
-        yield place
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif (isinstance(value, str) and value.strip() and place[-1] not in COMPARED) or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    ):
         yield place
 
 

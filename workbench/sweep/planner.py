@@ -43,7 +43,6 @@ class Least(NamedTuple):
 
     gib: float
     values: Values
-    config: Config
 
 
 class Placed(NamedTuple):
@@ -99,7 +98,7 @@ class Planner:
             if (plan := self.plan(each.config)) is not None:
                 gib = self.gib(each.config, plan)
                 if least is None or gib < least.gib:
-                    least = Least(gib, each.values, each.config)
+                    least = Least(gib, each.values)
         return least
 
     def bounds(self, config: Config) -> tuple[float, float]:

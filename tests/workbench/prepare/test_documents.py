@@ -142,15 +142,6 @@ def test_the_first_rows_of_a_hub_data_set_are_streamed(
     assert calls == [True] * (limit is None)
 
 
-def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_list([{"text": "a"}])
-    rows.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
-    for name in ("rows", "splits"):
-        with pytest.raises(UserError, match="write the data set with to_parquet instead"):
-            documents_of(tmp_path / name)
-
-
 CARD = """---
 configs:
 - config_name: default
