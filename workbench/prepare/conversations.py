@@ -1,5 +1,7 @@
 """Conversations -> texts, through the tokenizer's chat template, with the ranges of characters that the loss counts."""
 
+import contextlib
+import copy
 import datetime
 import functools
 import itertools
@@ -120,32 +122,25 @@ def call_of(value: Any) -> Message:
     return {"content": "", "tool_calls": [{"type": "function", "function": each} for each in functions]}
 
 
+def calls_of(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the functions, each with its arguments, of all calls of tools in messages."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and "arguments" in function:
+                yield function
+
+
 def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
     """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
-
-    def converted(value: Any, key: Any = None) -> Any:
-        if key == "arguments" and not isinstance(value, kind):
-            try:
-                other = json.loads(value) if kind is dict else json.dumps(value, ensure_ascii=False)
-            except (TypeError, ValueError):
-                return value
-            return other if isinstance(other, kind) else value
-        if isinstance(value, dict):
-            return {name: converted(each, name) for name, each in value.items()}
-        return [converted(each) for each in value] if isinstance(value, list) else value
-
-    return [
-        each | {"tool_calls": converted(each["tool_calls"])} if each.get("tool_calls") else each for each in messages
-    ]
-
-
-def arguments_of(value: Any, key: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of all calls of tools in messages that are objects, and not empty."""
-    if key == "arguments" and value and isinstance(value, dict):
-        yield value
-    elif isinstance(value, dict | list):
-        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from arguments_of(each, name)
+    messages = copy.deepcopy([*messages])
+    for function in calls_of(messages):
+        if not isinstance(given := function["arguments"], kind):
+            with contextlib.suppress(TypeError, ValueError):
+                other = json.loads(given) if kind is dict else json.dumps(given, ensure_ascii=False)
+                function["arguments"] = other if isinstance(other, kind) else given
+    return messages
 
 
 def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
@@ -168,7 +163,8 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], tupl
         except Exception as error:  # a template is a program
             first = first or error
         else:
-            if not any(str(each) in text for each in arguments_of(form)):  # else it prints them as Python does
+            objects = [call["arguments"] for call in calls_of(form) if isinstance(call["arguments"], dict)]
+            if not any(str(each) in text for each in objects if each):  # else it prints them as Python does
                 return rendered, form
     reason = first_line(first) if first else "it prints the arguments of a call as Python does"
     raise UserError(f"the chat template fails for these messages: {reason}")

@@ -5,7 +5,6 @@ import csv
 import io
 import logging
 import math
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", "bits_per_byte",
-    f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
+    f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
 FAILED = ("fail", "oom")
 DIVERGED = 1.1  # times the first loss, above which a run has diverged if it ends there
@@ -53,7 +52,7 @@ class Run:
             of more than DIVERGED times the first one.
         config: the config, or None if it is invalid.
         records: the records of metrics.jsonl.
-        problem: the first problem of the run's files, or the error in the log of a failed run, or "".
+        problem: the first problem of the run's files, or "".
         forecast: what `create_config.py --hardware` expected, or {}.
     """
 
@@ -112,15 +111,7 @@ def read_run(job: Job) -> Run:
     losses = field_values(records, "loss")
     if status in ("completed", "") and losses and losses[-1] > DIVERGED * losses[0]:
         status = "diverged"
-    return Run(name, status, config, records, problem or damage or error_in_log(job, status), forecast)
-
-
-def error_in_log(job: Job, status: str) -> str:
-    """Return the last error in the newest log of a failed job, without the rank that printed it, or ""."""
-    logs = sorted(job.folder.glob("log_*"), key=lambda log: log.stat().st_mtime) if status in FAILED else []
-    text = logs[-1].read_text(errors="replace") if logs else ""
-    errors = re.findall(r"^(?:\[rank \d+\] error: |(?=\w*(?:Error|Exception): ))(.+)", text, re.MULTILINE)
-    return str(errors[-1]) if errors else ""
+    return Run(name, status, config, records, problem or damage, forecast)
 
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -160,7 +151,6 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
         ("final_loss", "loss", run.records, last),
         ("eval_loss", "eval_loss", run.records, last),
         ("bits_per_byte", "bits_per_byte", run.records, last),
-        (f"mean_{RATE}", RATE, timed, fmean),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),
         ("memory_gb", "memory_gb", run.records, max),
