@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from picotron.config import Dataset
 from picotron.console import UserError
 from workbench.prepare import text as text_module
-from workbench.prepare.documents import ROWS, Documents, load_documents
+from workbench.prepare.documents import ROWS, Documents, check_columns, load_documents
 from workbench.prepare.text import PIECE, Piece, cut
 from workbench.prepare.tokens import convert
 
@@ -121,6 +121,26 @@ def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "a.parquet")
     for path in tmp_path.iterdir():
         assert list(texts(documents_of(path))) == ["a, b", "c", "a, b"]
+
+
+TYPES = {"q": "string", "a": "large_string", "n": "int64", "chat": "list<element: struct<role: string>>"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text_column": "x"}, r"'x': a has no text there; use one of \['q', 'a'\]"),
+        (
+            {"prompt_column": "q", "completion_column": "n"},
+            r"'n': a has no text there, but the type int64; .*\['q', 'a'\]",
+        ),
+        ({"text_column": "chat"}, "'chat': a has no text there, but the type list"),
+        ({"messages_column": "x"}, r"'x': a has no such column; use one of \['n', 'chat'\]"),
+    ],
+)
+def test_columns_that_a_table_lacks_are_named(columns: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_columns(columns, TYPES, "a")
 
 
 @pytest.mark.parametrize("limit", [1, 3, None])

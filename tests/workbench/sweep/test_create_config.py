@@ -268,9 +268,7 @@ def test_forecasts_are_for_the_device_of_the_hardware(
 
 
 def test_forecast_of_a_job_has_what_metrics_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = create(
-        tmp_path, *["--hardware", "A100", "--tp", "1", "2", "--model.dtype", "bfloat16", "--use_cpu", "false"]
-    )
+    folder = create(tmp_path, "--hardware", "A100", "--tp", 1, 2, "--model.dtype", "bfloat16", "--use_cpu", "false")
     for name, found in forecasts(folder).items():
         ranks = int(name.removeprefix("tp"))
         assert found["step_time"] == pytest.approx(sum(found["seconds"].values()))
