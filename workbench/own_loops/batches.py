@@ -8,6 +8,7 @@ Each micro-batch carries a function that the last stage calls instead of computi
 loops do not change. Statistics and outputs stay on the last stage until the step is complete.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -267,29 +268,22 @@ def _model_inputs(batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> Bat
 
 def _sum_over_ranks(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]]:
     """Sum losses, weights and statistics over micro-batches and ranks. Every rank gets the sums."""
-    sums = [each for each in run_on_all_ranks(lambda: _sum_over_micro_batches(results)) if each is not None]
-    losses, weights, statistics = zip(*sums, strict=True)
-    if different := [each.keys() ^ statistics[0].keys() for each in statistics if each.keys() != statistics[0].keys()]:
-        raise UserError(
-            f"loss_fn returned the statistic {min(different[0])!r} on some ranks only; return it on all of them"
-        )
-    return sum(losses), sum(weights), {name: sum(each[name] for each in statistics) for name in statistics[0]}
 
+    def own() -> list[tuple[float, float, dict[str, float]]]:
+        if pgm.process_group_manager.tp_rank > 0:  # further tp ranks have equal results
+            return []
+        return [
+            (float(loss), float(weight), {name: float(each) for name, each in statistics.items()})
+            for loss, weight, statistics in results
+        ]
 
-def _sum_over_micro_batches(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]] | None:
-    """Return the sums of this rank. None on stages without a loss, and on further tp ranks, whose sums are equal."""
-    if not results or pgm.process_group_manager.tp_rank > 0:
-        return None
-    names = sorted(results[0][2])
-    if any(sorted(statistics) != names for _, _, statistics in results):
+    losses, weights, statistics = zip(*itertools.chain(*run_on_all_ranks(own)), strict=True)
+    names = statistics[0].keys()
+    if different := [each.keys() ^ names for each in statistics if each.keys() != names]:
         raise UserError(
-            "loss_fn returned statistics with different names for two micro-batches; return the same names for all"
+            f"loss_fn returned the statistic {min(different[0])!r} for some micro-batches only; return it for all of them"
         )
-    device = results[0][0].device
-    rows = [[loss, weight, *(statistics[name] for name in names)] for loss, weight, statistics in results]
-    numbers = [[torch.as_tensor(each, dtype=torch.float64, device=device) for each in row] for row in rows]
-    loss, weight, *totals = torch.stack([torch.stack(row) for row in numbers]).sum(0).tolist()
-    return loss, weight, dict(zip(names, totals, strict=True))
+    return sum(losses), sum(weights), {name: sum(each[name] for each in statistics) for name in names}
 
 
 def forward_batch(

@@ -24,16 +24,16 @@ from workbench.run.model_config import check_window
 Batch = dict[str, Any]
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
 SHARED = ("input_ids", *PER_TOKEN)  # tensors that must be equal on all ranks of a pipeline
+ROWS = ("the shape", "cu_seqlens")  # what must be equal on all ranks of a dp rank, of which each cp rank has a part
 
 
 class RankBatches(NamedTuple):
     """Facts about a rank's micro-batches that the other ranks check."""
 
     place: tuple[int, int]  # dp and cp rank: ranks at the same place process the same tokens
-    rows: list[str]  # shape and documents of each micro-batch, which are the same on all ranks of a dp rank
     ignores: bool  # whether a target is IGNORE_INDEX
     sizes: set[int]  # numbers of tokens of its micro-batches
-    digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
+    facts: list[dict[str, str]]  # of each micro-batch: hashes of the shared tensors by name, and facts of ROWS
 
 
 def check_batches(model: DataParallel, batches: Sequence[Batch], is_training: bool = False) -> bool:
@@ -57,30 +57,24 @@ def check_batches(model: DataParallel, batches: Sequence[Batch], is_training: bo
         return _check_rank(unwrap(model), batches)
 
     everyone = run_on_all_ranks(check)
-    if len(counts := {len(each.digests) for each in everyone}) > 1 or 0 in counts:
+    if len(counts := {len(each.facts) for each in everyone}) > 1 or 0 in counts:
         raise UserError(
-            f"the ranks have {[len(each.digests) for each in everyone]} micro-batches; pass the same number on all ranks, "
+            f"the ranks have {[len(each.facts) for each in everyone]} micro-batches; pass the same number on all ranks, "
             f"at least 1"
         )
-    if len({"target_weights" in digests for each in everyone for digests in each.digests}) > 1:
+    if len({"target_weights" in facts for each in everyone for facts in each.facts}) > 1:
         raise UserError("only some micro-batches have target_weights; add them to all or none, on all ranks")
-    first_of: dict[int, int] = {}  # first rank of each dp rank
-    first_at: dict[tuple[int, int], int] = {}
+    seen: dict[Any, tuple[int, str]] = {}  # the first rank at a place, and its fact
     for rank, mine in enumerate(everyone):
-        first = first_of.setdefault(mine.place[0], rank)
-        for i, (ours, theirs) in enumerate(zip(mine.rows, everyone[first].rows, strict=True)):
-            if ours != theirs:
-                raise UserError(
-                    f"micro-batch {i} has {ours} on rank {rank}, but {theirs} on rank {first} of the same data-parallel rank; "
-                    f"pass rows of the same shape, with the same cu_seqlens, to all of its ranks"
-                )
-        first = first_at.setdefault(mine.place, rank)
-        for i, (own, other) in enumerate(zip(mine.digests, everyone[first].digests, strict=True)):
-            if different := [name for name in own.keys() & other.keys() if own[name] != other[name]]:
-                raise UserError(
-                    f"{min(different)} of micro-batch {i} differ between ranks {first} and {rank}, which process the same "
-                    f"tokens; pass the same micro-batches to all pipeline and tensor-parallel ranks"
-                )
+        for i, facts in enumerate(mine.facts):
+            for name, fact in facts.items():
+                place = mine.place[:1] if name in ROWS else mine.place
+                first, expected = seen.setdefault((i, name, place), (rank, fact))
+                if fact != expected:
+                    raise UserError(
+                        f"{name} of micro-batch {i} differs between ranks {first} and {rank}, which process parts of the "
+                        f"same rows; pass the same micro-batches to all ranks of a data-parallel rank"
+                    )
     return any(each.ignores for each in everyone) or len(set().union(*(each.sizes for each in everyone))) > 1
 
 
@@ -118,10 +112,13 @@ def _check_rank(llama: Llama, batches: Sequence[Batch]) -> RankBatches:
         _check_documents(llama, batch, where)
         _check_sharding(llama, batch, i)
     grid = pgm.process_group_manager
-    digests = [{name: _digest(batch[name]) for name in SHARED if batch.get(name) is not None} for batch in batches]
+    facts = [
+        {"the shape": str([*batch["input_ids"].shape]), "cu_seqlens": "none"}
+        | {name: _digest(batch[name]) for name in (*SHARED, "cu_seqlens") if batch.get(name) is not None}
+        for batch in batches
+    ]
     sizes = {batch["input_ids"].numel() for batch in batches}
-    rows = [_rows(batch) for batch in batches]
-    return RankBatches((grid.dp_rank, grid.cp_rank), rows, ignores, sizes, digests)
+    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, facts)
 
 
 def _check_input_ids(batch: Batch, where: str) -> None:
@@ -136,13 +133,6 @@ def _check_input_ids(batch: Batch, where: str) -> None:
             else type(ids).__name__
         )
         raise UserError(f"{where}input_ids should be a tensor of integers (B, T), but found {found}")
-
-
-def _rows(batch: Batch) -> str:
-    """Describe what a micro-batch has in common with those of the other context-parallel ranks."""
-    documents = batch.get("cu_seqlens")
-    name = "no cu_seqlens" if documents is None else f"cu_seqlens {_digest(documents.long())[:8]}"
-    return f"input_ids {list(batch['input_ids'].shape)} and {name}"
 
 
 def _check_mask(mask: Any, where: str) -> None:

@@ -38,7 +38,7 @@ OWN_KEYS = """
     distributed.cp_size distributed.tp_size distributed.pp_engine training.micro_batch_size
     training.gradient_accumulation_steps training.seq_length training.total_train_steps
 """
-STYLES = [line + marker for marker in ("", "^", "*", "+", ">", "<") for line in ("-", "--", "-.", ":")]
+STYLES = ("-", "--", "-.", ":")
 MOST_BARS = 60
 
 
@@ -216,27 +216,17 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     for j, group in enumerate(groups.values()):
         for i, run in enumerate(group):
             colour, above = f"C{j % 10}", len(group) - 1 - i
-            style = STYLES[(i + j // 10 * len(group)) % len(STYLES)]
-            width, name = 1.2 + min(2.5, 5 / len(group)) * above, escape_dollars(run.label)
-            steps, losses = points(run, "loss")
-            axes.plot(
-                steps,
-                losses,
-                style,
-                color=colour,
-                alpha=0.5 if above else 1,
-                linewidth=width,
-                markevery=0.1,
-                label=f" {name}",  # matplotlib leaves out names that are empty or begin with _
-            )
-            if run.status in FAILED:  # a run of one step has no line
-                axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
+            style, width = STYLES[(i + j // 10) % len(STYLES)], 1.2 + min(2.5, 5 / len(group)) * above
+            look = {"color": colour, "alpha": 0.5 if above else 1, "linewidth": width}
+            name = escape_dollars(run.label)
+            # matplotlib leaves out names that are empty or begin with _
+            axes.plot(*points(run, "loss"), style, label=f" {name}", **look)
             axes.plot(*points(run, "eval_loss"), "o", color=colour, markersize=5, markeredgecolor="black")
     drawn = [losses for run in runs if (losses := [each for each in run.losses if math.isfinite(each)])]
     if drawn and axes.get_ylim()[1] > (ceiling := DIVERGED * max(losses[0] for losses in drawn)):
         lowest = min(map(min, drawn))
         axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)  # a diverged run would flatten all others
-    axes.set(xlabel="step\nline: training; dot: evaluation; cross: the run failed", ylabel="loss")
+    axes.set(xlabel="step\nline: training; dot: evaluation", ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     columns = 1 + len(runs) // 30
     figure.set_figwidth(5.5 + 2.5 * columns)
