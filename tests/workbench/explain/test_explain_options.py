@@ -19,7 +19,7 @@ from workbench.run.config_reader import parse_command_line
 
 def test_brief_steps_equal_full_ones() -> None:
     """`run_stages` plays only pp ranks that differ, with few micro-batches; here, all are played with all."""
-    config, model_config = config_of(9, pp_size=4, tp_size=2, sequence_parallel=True), tiny_llama(num_hidden_layers=10)
+    config, model_config = config_of(5, pp_size=4, tp_size=2, sequence_parallel=True), tiny_llama(num_hidden_layers=6)
     plan = plan_pipeline(config, model_config)
     per_stage = config.distributed.cp_size * config.distributed.tp_size
     full = [run_rank(rank * per_stage, config, model_config, plan) for rank in range(config.distributed.pp_size)]
