@@ -79,7 +79,8 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
     positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)
     positions = positions.to(batch["input_ids"].device)
     position_ids = torch.arange(length, device=positions.device).expand(sequences, -1)
-    batch = {"position_ids": position_ids, "cp_sharding": cp_sharding} | batch
+    defaults: Batch = {"position_ids": position_ids, "cp_sharding": cp_sharding}
+    batch = defaults | batch
 
     def cut(value: Any, first: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:

@@ -134,13 +134,13 @@ def calls_of(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
     """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
-    messages = copy.deepcopy([*messages])
-    for function in calls_of(messages):
+    changed = copy.deepcopy([*messages])
+    for function in calls_of(changed):
         if not isinstance(given := function["arguments"], kind):
             with contextlib.suppress(TypeError, ValueError):
                 other = json.loads(given) if kind is dict else json.dumps(given, ensure_ascii=False)
                 function["arguments"] = other if isinstance(other, kind) else given
-    return messages
+    return changed
 
 
 def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
