@@ -205,12 +205,10 @@ def find_best(
     gib = memory_of(options, hardware)
     assert gib is not None
     best, least = best_configs(tried, model_config, hardware, gib, options.best)
-    if not best and least is None:
-        raise UserError("no layout can be planned with this batch; change its size, or the pipeline's schedule")
-    if least is not None:
+    if not best:
         text = ", ".join(f"{short_name(key)} {value}" for key, value in least.values.items())
         raise UserError(
-            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs about "
+            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs more than "
             f"{least.gib:.1f} GiB: {text}; use more ranks, or training.optimizer_states that need less"
         )
     print_line(

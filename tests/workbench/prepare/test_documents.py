@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from picotron.config import Dataset
 from picotron.console import UserError
 from workbench.prepare import text as text_module
-from workbench.prepare.documents import ROWS, Documents, check_columns, load_documents
+from workbench.prepare.documents import ROWS, Documents, load_documents
 from workbench.prepare.text import PIECE, Piece, cut
 from workbench.prepare.tokens import convert
 
@@ -123,26 +124,6 @@ def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
         assert list(texts(documents_of(path))) == ["a, b", "c", "a, b"]
 
 
-TYPES = {"q": "string", "a": "large_string", "n": "int64", "chat": "list<element: struct<role: string>>"}
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"text_column": "x"}, r"'x': a has no text there; use one of \['q', 'a'\]"),
-        (
-            {"prompt_column": "q", "completion_column": "n"},
-            r"'n': a has no text there, but the type int64; .*\['q', 'a'\]",
-        ),
-        ({"text_column": "chat"}, "'chat': a has no text there, but the type list"),
-        ({"messages_column": "x"}, r"'x': a has no such column; use one of \['n', 'chat'\]"),
-    ],
-)
-def test_columns_that_a_table_lacks_are_named(columns: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_columns(columns, TYPES, "a")
-
-
 @pytest.mark.parametrize("limit", [1, 3, None])
 def test_the_first_rows_of_a_hub_data_set_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
@@ -207,11 +188,12 @@ RECORDS = [{"text": text} for text in ("a", "é 日\n", "007", "x" * 70_000)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 
 
-def torn_parquet() -> bytes:
-    """Return a file with ROWS + 1 good rows, and one that is not UTF-8."""
-    text = pyarrow.array([b"a"] * (ROWS + 1) + [b"\xff"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), file := io.BytesIO())
+def parquet(**columns: Any) -> bytes:
+    pyarrow.parquet.write_table(pyarrow.table(columns), file := io.BytesIO())
     return file.getvalue()
+
+
+TORN = pyarrow.array([b"a"] * (ROWS + 1) + [b"\xff"], pyarrow.binary()).view(pyarrow.string())  # the last is not UTF-8
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
@@ -247,7 +229,9 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
         ("a.csv", b'n,text\n1,"a\nb"\n2\n', "line 4: the row should have 2 values"),
         ("a.csv", b"text,text\n1,a\n", "two columns have the name 'text'"),
         ("a.parquet", b"PAR1 nothing", "is not a valid parquet file"),
-        ("a.parquet", torn_parquet(), rf"a\.parquet, row {ROWS + 2:,} cannot be read \('utf-8' codec can't"),
+        ("a.parquet", parquet(text=[["a"]]), "row 1: dataset.text_column='text' has no text there, but the list"),
+        ("a.parquet", parquet(n=[1], body=["a"]), r"text_column='text': .* no such column; use one of \['n', 'body'\]"),
+        ("a.parquet", parquet(text=TORN), rf"a\.parquet, row {ROWS + 2:,} cannot be read \('utf-8' codec can't"),
     ],
 )
 def test_bad_data_are_reported_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -64,10 +64,10 @@ def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Conf
     return list(candidates(base, combinations(given, [8], base))), model, hardware, gib
 
 
-def check_space(seed: int, folder: Path, count: int = 4) -> int:
+def check_space(seed: int, folder: Path, count: int = 4) -> None:
     """Compare the search with an evaluation of all configs of a space, and each bound with its value."""
     tried, model, hardware, gib = draw_space(seed, folder)
-    planner, fitting, needs = Planner(model, hardware), [], []
+    planner, fitting = Planner(model, hardware), []
     for i, (_, config) in enumerate(tried):
         try:
             plan = plan_pipeline(config, model)
@@ -77,18 +77,13 @@ def check_space(seed: int, folder: Path, count: int = 4) -> int:
         lower = planner.bounds(config)
         assert lower[0] <= seconds * (1 + 1e-12)
         assert lower[1] <= needed
-        needs.append(needed)
         if needed <= USABLE * gib:
             fitting.append((seconds, i))
-    best, least = best_configs(tried, model, hardware, gib, count)
+    best, _ = best_configs(tried, model, hardware, gib, count)
     fastest = dict[Any, dict[str, Any]]()
     for _, i in sorted(fitting):
         fastest.setdefault(layout_of(tried[i][1]), tried[i][0])
     assert best == list(fastest.values())[:count]
-    if needs and not best:
-        assert least is not None
-        assert least.gib == min(needs)
-    return len(needs)
 
 
 @pytest.mark.parametrize("seed", range(5))
