@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -330,7 +331,8 @@ class ChatTemplate:
         before = self.render(messages, tools, add_generation_prompt=True)
         if after.startswith(before):
             return len(before)
-        plain, common = self.render(messages, tools), common_length(before, after)
+        plain = self.render(messages, tools)
+        common = len(os.path.commonprefix([before, after]))  # noqa: RUF071 -- of characters
         return common if after.startswith(plain) and common > len(plain) else None
 
     def render(self, messages: list[Message], tools: Any, **options: Any) -> str:
@@ -383,11 +385,6 @@ class Conversations:
             messages = [{"role": SYSTEM, "content": system}, *messages]
         if is_counted({WEIGHT: record.get(WEIGHT)}):
             yield from self.template(messages, tools_of(record))
-
-
-def common_length(one: str, other: str) -> int:
-    """Return the number of characters with which two texts begin alike."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def check_texts(value: Any) -> None:

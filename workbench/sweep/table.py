@@ -5,6 +5,7 @@ import csv
 import io
 import logging
 import math
+import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -148,9 +149,9 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
             row[key] = getattr(training, key)
     for column, field, records, summary in (
         ("step", "step", run.records, max),
-        ("final_loss", "loss", run.records, last),
-        ("eval_loss", "eval_loss", run.records, last),
-        ("bits_per_byte", "bits_per_byte", run.records, last),
+        ("final_loss", "loss", run.records, operator.itemgetter(-1)),
+        ("eval_loss", "eval_loss", run.records, operator.itemgetter(-1)),
+        ("bits_per_byte", "bits_per_byte", run.records, operator.itemgetter(-1)),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),
         ("memory_gb", "memory_gb", run.records, max),
@@ -181,11 +182,6 @@ def best(rows: Sequence[dict[str, Any]]) -> str:
         return ""
     name = min(found, key=lambda name: found[name])
     return f"the lowest {column.replace('_', ' ')} is {found[name]:.4f}, of {name}"
-
-
-def last(values: Sequence[float]) -> float:
-    """Return the last value."""
-    return values[-1]
 
 
 def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:
