@@ -58,7 +58,7 @@ from workbench.sweep.combinations import (
     short_name,
 )
 from workbench.sweep.jobs import ACTIVE, Job
-from workbench.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, what_fits, with_ep_sizes
+from workbench.sweep.planned_jobs import PlannedJob, candidates, make_config, plan_job, table, with_ep_sizes
 from workbench.sweep.planner import best_configs
 
 TEMPLATE = "template/base_config.json"
@@ -205,13 +205,11 @@ def find_best(
     gib = memory_of(options, hardware)
     assert gib is not None
     best, least = best_configs(tried, model_config, hardware, gib, options.best)
-    if not best and least is None:
-        raise UserError("no layout can be planned with this batch; change its size, or the pipeline's schedule")
-    if least is not None:
+    if not best:
         text = ", ".join(f"{short_name(key)} {value}" for key, value in least.values.items())
         raise UserError(
-            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs about "
-            f"{least.gib:.1f} GiB: {text}; {what_fits(least.config, model_config, gib)}"
+            f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs more than "
+            f"{least.gib:.1f} GiB: {text}; use more ranks, or training.optimizer_states that need less"
         )
     print_line(
         f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest layouts that fit into "
@@ -228,19 +226,7 @@ def for_hardware(hardware: Hardware, choices: Choices, from_template: bool) -> C
     return choices | {key: values for key, values in defaults.items() if key not in choices}
 
 
-def inherited(base: dict[str, Any], combination: Combination) -> dict[str, Any]:
-    """Return what the base config says about the model, the training and the data, without what a combination says."""
-    if GLOBAL_BATCH in combination:
-        combination = combination | {FLAGS["grad_acc_steps"]: None}
-    keys = {
-        f"{section}.{key}": value
-        for section in ("model", "training", "dataset")
-        for key, value in base[section].items()
-    }
-    return {key: value for key, value in keys.items() if key not in combination}
-
-
-def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, Any]) -> str:
+def header(planned: Sequence[PlannedJob], hardware: Hardware) -> str:
     """Return what all forecasts assume."""
     dtypes = " and ".join(dict.fromkeys(p.config.model.dtype for p in planned))
     shared = "" if hardware.cores is None else f", whose cores compute {hardware.cores} ranks at a time"
@@ -250,9 +236,6 @@ def header(planned: Sequence[PlannedJob], hardware: Hardware, taken: dict[str, A
         lines.insert(0, f"Forecasts assume that messages cost nothing {overlap} (workbench/explain/step_time.py).")
         errors = dict.fromkeys(describe_errors(p.config, hardware, layout=False) for p in planned)
         lines[1:1] = "\n".join(errors).splitlines()
-    if taken:
-        values = ", ".join(f"{key} {value}" for key, value in taken.items())
-        lines.insert(0, f"From {TEMPLATE}, since there is no --config: {values}.")
     return "\n".join(lines)
 
 
@@ -294,7 +277,10 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
         raise UserError(f"none of the {len(chosen)} combinations can run; the reasons are printed above")
     unchanged = write_configs(planned, folder, options.overwrite)
     if hardware is not None:
-        print_line(header(planned, hardware, inherited(base, chosen[0]) if options.config is None else {}))
+        print_line(header(planned, hardware))
+    if options.best is not None:
+        shared = {key: each for key, each in chosen[0].items() if all(other.get(key) == each for other in chosen)}
+        print_line("all: " + ", ".join(f"{short_name(key)} {value}" for key, value in shared.items()))
     print_line(table(planned, brief=options.best is not None, gib=memory_of(options, hardware)))
     print_line(
         f"({'' if options.best else 'sequences/step: dp x micro-batch x micro-batches. '}GiB/rank, on the rank that needs most: "

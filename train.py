@@ -94,7 +94,7 @@ def main() -> None:
     if options.explain:
         from workbench.explain.explain import explain
 
-        return explain(parse_config(options.data), options.hardware, options.gib, options.json)
+        return explain(parse_config(options.data), options.hardware, options.gib)
     config = parse_config(options.data)
     if options.evaluate:
         from workbench.own_loops.evaluation import evaluate

@@ -1,7 +1,7 @@
 """Explain a layout of any size on one process: what each rank holds, every message of a training step, and its time.
 
     python train.py --config template/base_config.json --explain
-    python train.py --config template/base_config.json --explain --hardware H100 --gib 80 --json
+    python train.py --config template/base_config.json --explain --hardware H100 --gib 80
 
 There is no second description of a step here. The step of train.py runs in a fake process group, which has any number
 of ranks but only one process, with tensors on the meta device, which have shapes but no memory. For each pp rank
@@ -18,7 +18,6 @@ run: evaluations, checkpoints, the check for stop signals, and the load of exper
 import dataclasses
 import functools
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -183,13 +182,12 @@ def meta_weights(name: str, shape: torch.Size, index: Index) -> Tensor:
     return torch.empty(shape, device=META)[index]
 
 
-def explain(config: Config, hardware: str | None = None, gib: float | None = None, as_json: bool = False) -> None:
+def explain(config: Config, hardware: str | None = None, gib: float | None = None) -> None:
     """Print what each rank holds, every message of a step and the bytes sent, and with `hardware` the time of a step.
 
     Args:
         hardware: see `find_hardware`.
         gib: memory of a device, by default that of the hardware.
-        as_json: print one JSON object instead, with null for what only `hardware` determines.
 
     Raises:
         UserError: the layout does not fit the model, or there is no such hardware.
@@ -201,9 +199,6 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
     memories, steps = rank_memory(config, model_config, plan), run_stages(config, model_config, plan)
     times = forecast(config, model_config, plan, device) if device is not None else None
     idle = bubble(config, model_config, plan) if times is None else times.bubble
-    if as_json:
-        print_line(json.dumps(_as_dict(steps, memories, idle, times)))
-        return
     columns = {}  # one for neighbouring ranks with identical numbers
     for step, identical in itertools.groupby(range(layout.pp_size), key=lambda rank: steps[rank]):
         columns[_pp_ranks(list(identical))] = step
@@ -237,33 +232,6 @@ def explain(config: Config, hardware: str | None = None, gib: float | None = Non
 
 def _pp_ranks(ranks: list[int]) -> str:
     return f"pp {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
-
-
-def _as_dict(steps: list[Step], memories: list[Memory], idle: float, times: Forecast | None) -> dict[str, Any]:
-    found = dict.fromkeys(each for step in steps for each in step.messages)
-    messages = [
-        each._asdict()
-        | {"dtype": str(each.dtype).removeprefix("torch."), "bytes": each.size}
-        | {"times": [step.messages[each] for step in steps]}
-        for each in found
-    ]
-    fields = ("weights", "gradients", "optimizer")
-    ranks = [
-        {"pp": rank, "layers": step.layers, "parameters": step.parameters}
-        | {name: getattr(step, name) for name in fields}
-        | {"activations": memory.activations, "peak": memory.total}
-        for rank, (step, memory) in enumerate(zip(steps, memories, strict=True))
-    ]
-    return {
-        "ranks": ranks,
-        "messages": messages,
-        "traffic": {axis: [_sent(step, axis) for step in steps] for axis in dict.fromkeys(each.axis for each in found)},
-        "bubble": idle,
-        "step_time": times and times.step_time,
-        "seconds": times and times.seconds._asdict(),
-        "tokens_per_second": times and times.tokens_per_second,
-        "mfu": times and times.mfu,
-    }
 
 
 def _holdings(steps: list[Step], memories: list[Memory]) -> str:

@@ -58,7 +58,6 @@ class Hardware:
         collective_launch: seconds in which a collective or a message starts.
         latency, network_latency: seconds of each of its steps, in a node and between nodes.
         node: number of ranks in a node.
-        launch: shortest time of a kernel, in seconds.
         layer_launch: seconds in which Python starts the operations of a layer's forward.
         step_launch: seconds of a step that depend on nothing: data, loop over the parameters, wait for the loss.
         step_wait: seconds in which several ranks wait for the slowest one in a step, apart from their messages.
@@ -85,7 +84,6 @@ class Hardware:
     latency: NonNegative = 3.4e-6
     network_latency: NonNegative = 9.6e-6
     node: Count = 8
-    launch: NonNegative = 2e-6
     layer_launch: NonNegative = 0.4e-3
     step_launch: NonNegative = 0.008
     step_wait: NonNegative = 0.052

@@ -1,17 +1,15 @@
 """Measure the rates of this machine's devices, in about ten seconds: `--hardware this`.
 
-    torchrun --nproc_per_node 2 -m workbench.explain.measure OUT.json cpu 1
-
-One process per device, or per `threads` cores of the CPU, measures at the same time as all others, so that they share
-the memory as in a run. Rank 0 writes the rates.
+One rank per device, or per OMP_NUM_THREADS cores of the CPU, measures at the same time as all others, so that they
+share the memory as in a run.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,13 +26,14 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.llama import DecoderLayer, fused_attention
 from workbench.explain.hardware import HARDWARE, Hardware, read_hardware
-from workbench.files import write_atomically
 from workbench.prepare.cache import cached
-from workbench.run.launch import keep_freed_memory
+from workbench.run.launch import init_process_group, set_up_device
 from workbench.run.metrics import peak_flops
+from workbench.run.ranks import run_ranks
 from workbench.run.with_keys import with_keys
 
 SECONDS = 0.6  # for each rate
+FILE = "hardware.json"  # in the cache
 
 
 def find_hardware(name: str, config: Config) -> Hardware:
@@ -57,8 +56,14 @@ def find_hardware(name: str, config: Config) -> Hardware:
     threads = config.environment.OMP_NUM_THREADS
     ranks = torch.cuda.device_count() if device == "cuda" else max(1, cores() // threads)
     key = f"{device_name(device)} {ranks} {threads} {torch.__version__} {Path(__file__).read_text()}"
-    file = "hardware.json"
-    return read_hardware(cached("hardware", key, lambda folder: _run(folder / file, device, ranks, threads)) / file)
+    sizes = {"dp_size": ranks, "pp_size": 1, "cp_size": 1, "tp_size": 1, "backend": None}
+    config = with_keys(config, distributed=sizes)
+
+    def write(folder: Path) -> None:
+        print(f"measuring this machine's rates with {ranks} processes; they are cached", file=sys.stderr)
+        run_ranks(ranks, functools.partial(measure_on_rank, config, folder / FILE))
+
+    return read_hardware(cached("hardware", key, write) / FILE)
 
 
 def on_hardware(config: Config, hardware: Hardware) -> Config:
@@ -81,17 +86,15 @@ def device_name(device: str) -> str:
     )
 
 
-def _run(file: Path, device: str, ranks: int, threads: int) -> None:
-    print(f"measuring this machine's rates with {ranks} processes; they are cached", file=sys.stderr)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "-m", __name__]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [*command, str(file), device, str(threads)], capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        raise UserError(
-            f"--hardware this: the measurement failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}"
-        )
+def measure_on_rank(config: Config, file: Path) -> None:
+    """Measure on a rank of `run_ranks`. Rank 0 writes the rates to a file."""
+    device = set_up_device(config)
+    init_process_group(config, device)
+    hardware = measure(device)
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def seconds(function: Callable[[], object], device: torch.device, repeats: int | None = None) -> float:
@@ -115,7 +118,7 @@ def seconds(function: Callable[[], object], device: torch.device, repeats: int |
     return median(times)
 
 
-def measure(device: torch.device, threads: int) -> Hardware:
+def measure(device: torch.device) -> Hardware:
     """Measure the rates of this process's device. All processes must call this."""
     on_gpu, ranks = device.type == "cuda", dist.get_world_size()
     size, dtype = (8192, torch.bfloat16) if on_gpu else (768, torch.float32)
@@ -183,24 +186,3 @@ def measure(device: torch.device, threads: int) -> Hardware:
 
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def main() -> None:
-    file, kind, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    torch.set_num_threads(threads)
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()  # as in a run
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    hardware = measure(device, threads)
-    if dist.get_rank() == 0:
-        write_atomically(file, json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ Each micro-batch carries a function that the last stage calls instead of computi
 loops do not change. Statistics and outputs stay on the last stage until the step is complete.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -77,7 +78,9 @@ def split_batch(batch: Batch, micro_batches: int | None = None, cp_sharding: str
     sequences, length = batch["input_ids"].shape
     positions = local_positions(length, grid.cp_world_size, grid.cp_rank, cp_sharding)
     positions = positions.to(batch["input_ids"].device)
-    batch = {"position_ids": torch.arange(length, device=positions.device).expand(sequences, -1)} | batch
+    position_ids = torch.arange(length, device=positions.device).expand(sequences, -1)
+    defaults: Batch = {"position_ids": position_ids, "cp_sharding": cp_sharding}
+    batch = defaults | batch
 
     def cut(value: Any, first: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -157,8 +160,6 @@ def train_batch(
     loss_fn: Callable[[Any, Tensor, Batch], Loss] = cross_entropy,
     losses: list[Tensor] | None = None,
     scope: str = "global",
-    outputs: list[Any] | None = None,
-    post_hook: Callable[[Any, Tensor, Batch], Any] = _logits,
 ) -> BatchResult:
     """Run forward and backward for this rank's micro-batches. Gradients end up in `main_grad`, as after `train_step`.
 
@@ -175,22 +176,18 @@ def train_batch(
         losses: list that gets the results of `loss_fn` without their gradients, in the order of `batches`, on ranks
             with the last stage; on the others it is emptied.
         scope: see `normalise_weights`.
-        outputs: list that gets the results of `post_hook`, by default the logits, as `losses` gets the losses. Pass one
-            on all ranks or on none.
-        post_hook: see `forward_batch`. It is only called if there is a list.
 
     Raises:
         UserError: the batches do not fit the step or each other, a loss is not a scalar, all weights are 0, or
             gradients of an earlier step are there.
     """
-    needs_weights = check_batches(model, batches, is_training=True, has_outputs=outputs is not None)
+    needs_weights = check_batches(model, batches, is_training=True)
     batches = [_without_uncounted_targets(batch) for batch in batches]
     if needs_weights:
         batches = [_with_weights(batch) for batch in batches]
     if "target_weights" in batches[0]:
         batches = normalise_weights(batches, scope)
     results: dict[int, LossParts] = {}  # by micro-batch
-    hooked: dict[int, Any] = {}
 
     def with_loss(i: int, batch: Batch) -> Batch:
         def loss(head: Any, x: Tensor) -> Tensor:
@@ -205,9 +202,6 @@ def train_batch(
                     "loss_fn returned a loss without a gradient; unfreeze a parameter, or compute the loss from x without detach"
                 )
             results[i] = value.detach(), _detached(weight), {name: _detached(each) for name, each in statistics.items()}
-            if outputs is not None:
-                with torch.no_grad():
-                    hooked[i] = post_hook(head, x, batch)
             return _with_all_gradients(value, [x, *head.parameters()])
 
         return _model_inputs(batch, loss)
@@ -218,8 +212,6 @@ def train_batch(
         ordered = [results[i] for i in sorted(results)]
         if losses is not None:
             losses[:] = [loss for loss, _, _ in ordered]
-        if outputs is not None:
-            outputs[:] = [hooked[i] for i in sorted(hooked)]
         loss, weight, statistics = _sum_over_ranks(ordered)
         if not 0 < weight < math.inf:
             raise UserError(
@@ -277,29 +269,22 @@ def _model_inputs(batch: Batch, loss_fn: Callable[[Any, Tensor], Tensor]) -> Bat
 
 def _sum_over_ranks(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]]:
     """Sum losses, weights and statistics over micro-batches and ranks. Every rank gets the sums."""
-    sums = [each for each in run_on_all_ranks(lambda: _sum_over_micro_batches(results)) if each is not None]
-    losses, weights, statistics = zip(*sums, strict=True)
-    if different := [each.keys() ^ statistics[0].keys() for each in statistics if each.keys() != statistics[0].keys()]:
-        raise UserError(
-            f"loss_fn returned the statistic {min(different[0])!r} on some ranks only; return it on all of them"
-        )
-    return sum(losses), sum(weights), {name: sum(each[name] for each in statistics) for name in statistics[0]}
 
+    def own() -> list[tuple[float, float, dict[str, float]]]:
+        if pgm.process_group_manager.tp_rank > 0:  # further tp ranks have equal results
+            return []
+        return [
+            (float(loss), float(weight), {name: float(each) for name, each in statistics.items()})
+            for loss, weight, statistics in results
+        ]
 
-def _sum_over_micro_batches(results: Sequence[LossParts]) -> tuple[float, float, dict[str, float]] | None:
-    """Return the sums of this rank. None on stages without a loss, and on further tp ranks, whose sums are equal."""
-    if not results or pgm.process_group_manager.tp_rank > 0:
-        return None
-    names = sorted(results[0][2])
-    if any(sorted(statistics) != names for _, _, statistics in results):
+    losses, weights, statistics = zip(*itertools.chain(*run_on_all_ranks(own)), strict=True)
+    names = statistics[0].keys()
+    if different := [each.keys() ^ names for each in statistics if each.keys() != names]:
         raise UserError(
-            "loss_fn returned statistics with different names for two micro-batches; return the same names for all"
+            f"loss_fn returned the statistic {min(different[0])!r} for some micro-batches only; return it for all of them"
         )
-    device = results[0][0].device
-    rows = [[loss, weight, *(statistics[name] for name in names)] for loss, weight, statistics in results]
-    numbers = [[torch.as_tensor(each, dtype=torch.float64, device=device) for each in row] for row in rows]
-    loss, weight, *totals = torch.stack([torch.stack(row) for row in numbers]).sum(0).tolist()
-    return loss, weight, dict(zip(names, totals, strict=True))
+    return sum(losses), sum(weights), {name: sum(each[name] for each in statistics) for name in names}
 
 
 def forward_batch(
@@ -314,8 +299,8 @@ def forward_batch(
     Args:
         evaluate: see `make_evaluation`.
         batches: micro-batches, see `split_batch`.
-        post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, see `train_batch`. It returns a
-            tensor or a dict of tensors; by default the logits (B, T/cp, V).
+        post_hook: function of the head, its input x (B, T/cp, D) and the micro-batch, as `loss_fn` of `train_batch`.
+            It returns a tensor or a dict of tensors; by default the logits (B, T/cp, V).
         merge: function of the list of these tensors, in the order of `batches`. By default, they are concatenated along
             their first dimension; `list` returns them as they are, if micro-batches differ in their lengths.
 

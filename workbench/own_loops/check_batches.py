@@ -11,7 +11,7 @@ from torch import Tensor
 
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
-from picotron.context_parallel.context_parallel import chunk_count, local_positions
+from picotron.context_parallel.context_parallel import chunk_count
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.data_parallel.guards import guard_of
 from picotron.model.cross_entropy import IGNORE_INDEX
@@ -24,27 +24,23 @@ from workbench.run.model_config import check_window
 Batch = dict[str, Any]
 PER_TOKEN = ("target_ids", "position_ids", "target_weights")  # tensors of the shape of `input_ids`
 SHARED = ("input_ids", *PER_TOKEN)  # tensors that must be equal on all ranks of a pipeline
+ROWS = ("the shape", "cu_seqlens")  # what must be equal on all ranks of a dp rank, of which each cp rank has a part
 
 
 class RankBatches(NamedTuple):
     """Facts about a rank's micro-batches that the other ranks check."""
 
     place: tuple[int, int]  # dp and cp rank: ranks at the same place process the same tokens
-    rows: list[str]  # shape and documents of each micro-batch, which are the same on all ranks of a dp rank
     ignores: bool  # whether a target is IGNORE_INDEX
     sizes: set[int]  # numbers of tokens of its micro-batches
-    digests: list[dict[str, str]]  # of the shared tensors of each micro-batch, by name
-    has_outputs: bool  # whether the step collects outputs, for which ranks may communicate
+    facts: list[dict[str, str]]  # of each micro-batch: hashes of the shared tensors by name, and facts of ROWS
 
 
-def check_batches(
-    model: DataParallel, batches: Sequence[Batch], is_training: bool = False, has_outputs: bool = False
-) -> bool:
+def check_batches(model: DataParallel, batches: Sequence[Batch], is_training: bool = False) -> bool:
     """Check micro-batches before a step.
 
     Args:
         is_training: whether the step runs backward, so that there must be no gradients yet.
-        has_outputs: whether `train_batch` got a list for outputs.
 
     Returns:
         Whether a mean over all targets needs weights: a target of any rank is IGNORE_INDEX, or micro-batches differ in
@@ -58,35 +54,27 @@ def check_batches(
     def check() -> RankBatches:
         if is_training:
             _check_parameters(model)
-        return _check_rank(unwrap(model), batches, has_outputs)
+        return _check_rank(unwrap(model), batches)
 
     everyone = run_on_all_ranks(check)
-    if len(counts := {len(each.digests) for each in everyone}) > 1 or 0 in counts:
+    if len(counts := {len(each.facts) for each in everyone}) > 1 or 0 in counts:
         raise UserError(
-            f"the ranks have {[len(each.digests) for each in everyone]} micro-batches; pass the same number on all ranks, "
+            f"the ranks have {[len(each.facts) for each in everyone]} micro-batches; pass the same number on all ranks, "
             f"at least 1"
         )
-    if len({"target_weights" in digests for each in everyone for digests in each.digests}) > 1:
+    if len({"target_weights" in facts for each in everyone for facts in each.facts}) > 1:
         raise UserError("only some micro-batches have target_weights; add them to all or none, on all ranks")
-    if len({each.has_outputs for each in everyone}) > 1:
-        raise UserError("only some ranks have a list of outputs; pass one on all ranks or on none")
-    first_of: dict[int, int] = {}  # first rank of each dp rank
-    first_at: dict[tuple[int, int], int] = {}
+    seen: dict[Any, tuple[int, str]] = {}  # the first rank at a place, and its fact
     for rank, mine in enumerate(everyone):
-        first = first_of.setdefault(mine.place[0], rank)
-        for i, (ours, theirs) in enumerate(zip(mine.rows, everyone[first].rows, strict=True)):
-            if ours != theirs:
-                raise UserError(
-                    f"micro-batch {i} has {ours} on rank {rank}, but {theirs} on rank {first} of the same data-parallel rank; "
-                    f"pass rows of the same shape, with the same cu_seqlens, to all of its ranks"
-                )
-        first = first_at.setdefault(mine.place, rank)
-        for i, (own, other) in enumerate(zip(mine.digests, everyone[first].digests, strict=True)):
-            if different := [name for name in own.keys() & other.keys() if own[name] != other[name]]:
-                raise UserError(
-                    f"{min(different)} of micro-batch {i} differ between ranks {first} and {rank}, which process the same "
-                    f"tokens; pass the same micro-batches to all pipeline and tensor-parallel ranks"
-                )
+        for i, facts in enumerate(mine.facts):
+            for name, fact in facts.items():
+                place = mine.place[:1] if name in ROWS else mine.place
+                first, expected = seen.setdefault((i, name, place), (rank, fact))
+                if fact != expected:
+                    raise UserError(
+                        f"{name} of micro-batch {i} differs between ranks {first} and {rank}, which process parts of the "
+                        f"same rows; pass the same micro-batches to all ranks of a data-parallel rank"
+                    )
     return any(each.ignores for each in everyone) or len(set().union(*(each.sizes for each in everyone))) > 1
 
 
@@ -103,7 +91,7 @@ def _check_parameters(model: DataParallel) -> None:
         )
 
 
-def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> RankBatches:
+def _check_rank(llama: Llama, batches: Sequence[Batch]) -> RankBatches:
     """Check this rank's micro-batches."""
     ignores = False
     for i, batch in enumerate(batches):
@@ -124,10 +112,13 @@ def _check_rank(llama: Llama, batches: Sequence[Batch], has_outputs: bool) -> Ra
         _check_documents(llama, batch, where)
         _check_sharding(llama, batch, i)
     grid = pgm.process_group_manager
-    digests = [{name: _digest(batch[name]) for name in SHARED if batch.get(name) is not None} for batch in batches]
+    facts = [
+        {"the shape": str([*batch["input_ids"].shape]), "cu_seqlens": "none"}
+        | {name: _digest(batch[name]) for name in (*SHARED, "cu_seqlens") if batch.get(name) is not None}
+        for batch in batches
+    ]
     sizes = {batch["input_ids"].numel() for batch in batches}
-    rows = [_rows(batch) for batch in batches]
-    return RankBatches((grid.dp_rank, grid.cp_rank), rows, ignores, sizes, digests, has_outputs)
+    return RankBatches((grid.dp_rank, grid.cp_rank), ignores, sizes, facts)
 
 
 def _check_input_ids(batch: Batch, where: str) -> None:
@@ -142,13 +133,6 @@ def _check_input_ids(batch: Batch, where: str) -> None:
             else type(ids).__name__
         )
         raise UserError(f"{where}input_ids should be a tensor of integers (B, T), but found {found}")
-
-
-def _rows(batch: Batch) -> str:
-    """Describe what a micro-batch has in common with those of the other context-parallel ranks."""
-    documents = batch.get("cu_seqlens")
-    name = "no cu_seqlens" if documents is None else f"cu_seqlens {_digest(documents.long())[:8]}"
-    return f"input_ids {list(batch['input_ids'].shape)} and {name}"
 
 
 def _check_mask(mask: Any, where: str) -> None:
@@ -190,38 +174,18 @@ def _check_documents(llama: Llama, batch: Batch, where: str) -> None:
 
 
 def _check_sharding(llama: Llama, batch: Batch, i: int) -> None:
-    """Check that the tokens can be sharded for sequence parallelism, and that no positions are those of the other
-    sharding. (A program may have positions of its own.)
-    """
+    """Check that the tokens can be sharded for sequence parallelism, and were split as the config says."""
     if (tokens := batch["input_ids"].size(1)) % (shards := sequence_shards(llama)):
         raise UserError(
             f"micro-batch {i} has rows of {tokens} tokens on this rank, which sequence_parallel divides over {shards} ranks; use a "
             f"multiple of {shards}"
         )
-    sharding = llama.cp_sharding
-    if sharding is None:
-        return
-    other = "contiguous" if sharding == "zigzag" else "zigzag"
-    positions, rows = batch["position_ids"].cpu().long(), batch | {"cu_seqlens": None}
-    right, wrong = (  # positions count from the beginning of a document, or of a row
-        any(_positions(each, kind).equal(positions) for each in (batch, rows)) for kind in (sharding, other)
-    )
-    if wrong and not right:
+    sharding, other = llama.cp_sharding, batch.get("cp_sharding")  # a program may have positions of its own
+    if None not in (sharding, other) and other != sharding:
         raise UserError(
             f"micro-batch {i} was split with cp_sharding={other!r}, but the config has {sharding!r}; pass "
             f"cp_sharding={sharding!r} to split_batch or pack_sequences"
         )
-
-
-def _positions(batch: Batch, sharding: str) -> Tensor:
-    """Return the positions of this rank's tokens in their documents, (B, T/cp), for a sharding."""
-    grid, (B, tokens) = pgm.process_group_manager, batch["input_ids"].shape
-    T = tokens * grid.cp_world_size
-    if T % chunk_count(grid.cp_world_size, sharding):
-        return torch.empty(0)
-    places = T * torch.arange(B)[:, None] + local_positions(T, grid.cp_world_size, grid.cp_rank, sharding)
-    starts = T * torch.arange(B + 1) if batch.get("cu_seqlens") is None else batch["cu_seqlens"].cpu().long()
-    return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
 def _digest(tensor: Tensor) -> str:

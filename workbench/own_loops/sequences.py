@@ -143,7 +143,8 @@ def _pack(sequences: Sequence[Batch], numbers: list[int], per_token: Sequence[st
     first = sequences[0]
     T, device = sum(documents), first["input_ids"].device
     positions = local_positions(T, grid.cp_world_size, grid.cp_rank, cp_sharding).to(device)
-    packed: Batch = {"sequences": numbers, "cu_seqlens": torch.tensor([0, *documents]).cumsum(0).int()}
+    packed: Batch = {"sequences": numbers, "cp_sharding": cp_sharding}
+    packed["cu_seqlens"] = torch.tensor([0, *documents]).cumsum(0).int()
     rows = {"position_ids": torch.cat([torch.arange(length, device=device) for length in documents])}
     for name, value in first.items():
         values = [sequences[i][name] for i in numbers]

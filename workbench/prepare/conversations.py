@@ -1,16 +1,18 @@
 """Conversations -> texts, through the tokenizer's chat template, with the ranges of characters that the loss counts."""
 
+import contextlib
+import copy
 import datetime
 import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -57,13 +59,9 @@ class Sample(NamedTuple):
         return "".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts))
 
 
-@functools.cache
 def is_marked(template: str) -> bool:
-    """Return whether a chat template has {% generation %}, not counting comments and texts."""
-    tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(template) if kind != "whitespace"]
-    return any(
-        kind == "block_begin" and after == ("name", "generation") for (kind, _), after in itertools.pairwise(tokens)
-    )
+    """Return whether a chat template has {% generation %}."""
+    return re.search(r"{%-?\s*generation\b", template) is not None
 
 
 @functools.cache
@@ -125,32 +123,25 @@ def call_of(value: Any) -> Message:
     return {"content": "", "tool_calls": [{"type": "function", "function": each} for each in functions]}
 
 
+def calls_of(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the functions, each with its arguments, of all calls of tools in messages."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and "arguments" in function:
+                yield function
+
+
 def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
     """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
-
-    def converted(value: Any, key: Any = None) -> Any:
-        if key == "arguments" and not isinstance(value, kind):
-            try:
-                other = json.loads(value) if kind is dict else json.dumps(value, ensure_ascii=False)
-            except (TypeError, ValueError):
-                return value
-            return other if isinstance(other, kind) else value
-        if isinstance(value, dict):
-            return {name: converted(each, name) for name, each in value.items()}
-        return [converted(each) for each in value] if isinstance(value, list) else value
-
-    return [
-        each | {"tool_calls": converted(each["tool_calls"])} if each.get("tool_calls") else each for each in messages
-    ]
-
-
-def arguments_of(value: Any, key: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of all calls of tools in messages that are objects, and not empty."""
-    if key == "arguments" and value and isinstance(value, dict):
-        yield value
-    elif isinstance(value, dict | list):
-        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from arguments_of(each, name)
+    changed = copy.deepcopy([*messages])
+    for function in calls_of(changed):
+        if not isinstance(given := function["arguments"], kind):
+            with contextlib.suppress(TypeError, ValueError):
+                other = json.loads(given) if kind is dict else json.dumps(given, ensure_ascii=False)
+                function["arguments"] = other if isinstance(other, kind) else given
+    return changed
 
 
 def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
@@ -173,7 +164,8 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], tupl
         except Exception as error:  # a template is a program
             first = first or error
         else:
-            if not any(str(each) in text for each in arguments_of(form)):  # else it prints them as Python does
+            objects = [call["arguments"] for call in calls_of(form) if isinstance(call["arguments"], dict)]
+            if not any(str(each) in text for each in objects if each):  # else it prints them as Python does
                 return rendered, form
     reason = first_line(first) if first else "it prints the arguments of a call as Python does"
     raise UserError(f"the chat template fails for these messages: {reason}")
@@ -279,7 +271,7 @@ class ChatTemplate:
         rendered, plain = in_some_form(plain, render)
         ignored, uncounted = self.marks({"messages": plain, "tools": tools, "wanted": wanted})
         self.notes.update(f"the chat template ignores {name}" for name in ignored)
-        self.notes.update(f"the loss does not count {name!r} of the assistant" for name in uncounted)
+        self.notes.update(f"the loss does not count {name} of the assistant" for name in uncounted)
         if not any(start < end for each in rendered for start, end in each.counted):
             does = (
                 "marks no text with {% generation %}"
@@ -339,7 +331,8 @@ class ChatTemplate:
         before = self.render(messages, tools, add_generation_prompt=True)
         if after.startswith(before):
             return len(before)
-        plain, common = self.render(messages, tools), common_length(before, after)
+        plain = self.render(messages, tools)
+        common = len(os.path.commonprefix([before, after]))  # noqa: RUF071 -- of characters
         return common if after.startswith(plain) and common > len(plain) else None
 
     def render(self, messages: list[Message], tools: Any, **options: Any) -> str:
@@ -392,11 +385,6 @@ class Conversations:
             messages = [{"role": SYSTEM, "content": system}, *messages]
         if is_counted({WEIGHT: record.get(WEIGHT)}):
             yield from self.template(messages, tools_of(record))
-
-
-def common_length(one: str, other: str) -> int:
-    """Return the number of characters with which two texts begin alike."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def check_texts(value: Any) -> None:

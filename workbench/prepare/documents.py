@@ -13,7 +13,6 @@ import logging
 import lzma
 import os
 import random
-import re
 import sys
 import sysconfig
 import zlib
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 from picotron.config import Dataset as DatasetSection
 from picotron.console import UserError, first_line
 from workbench.files import parse_json
-from workbench.prepare.text import Columns, cut, use_one_of
+from workbench.prepare.text import Columns, cut
 from workbench.run.hub import connect, is_reachable
 
 logger = logging.getLogger("picotron")
@@ -204,8 +203,6 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
     for path in named:
         inside = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         found |= {*inside} if path.is_dir() else {path}
-    if {"dataset_info.json", "state.json"} <= {path.name for path in found}:
-        raise UserError(f"{name} was written by save_to_disk of datasets; write the data set with to_parquet instead")
     readable = sorted(path for path in found if path.is_file())
     files = [path for path in readable if _type(path) in READERS]
     if not files:
@@ -348,7 +345,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
             table = pyarrow.parquet.ParquetFile(file)
         except pyarrow.ArrowException as error:
             raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
-        names = check_columns(columns, {each.name: str(each.type) for each in table.schema_arrow}, str(path))
+        names = columns_of(columns, table.schema_arrow.names, str(path))
         batches = table.iter_batches(ROWS, columns=names)
         rows = (row for batch in batches for row in zip(*batch.columns, strict=True))
         records = ({name: value.as_py() for name, value in zip(names, row, strict=True)} for row in rows)
@@ -370,31 +367,20 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def check_columns(columns: Columns, types: dict[str, str], source: str) -> list[str]:
+def columns_of(columns: Columns, names: list[str], source: str) -> list[str]:
     """Return the columns to read of a table: those of the config, and those of BESIDE. Without any, all.
 
     Args:
-        types: types of all columns, by their names.
+        names: names of all columns.
 
     Raises:
-        UserError: the table does not have the columns: messages of any type, prompts and completions as texts or lists,
-            all others as text.
+        UserError: the table does not have a column of the config.
     """
-    lists = [name for name, kind in types.items() if kind.startswith(("list", "large_list", "nested"))]
-    text = re.compile(r"(dictionary<values=)?(large_)?string(_view)?\b")
-    texts = [name for name, kind in types.items() if text.match(kind)]
     for key, column in columns.items():
-        is_list = column in lists and key != "text_column"
-        if key != "messages_column" and column not in texts and not is_list:
-            kind = f", but the type {types[column]}" if column in types else ""
-            raise UserError(f"dataset.{key}={column!r}: {source} has no text there{kind}; {use_one_of(texts)}")
-        if column not in types:
-            others = [name for name in types if name not in texts]
-            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {others or [*types]}")
-    if not columns:
-        return list(types)
-    beside = [name for key in columns for name in BESIDE.get(key, ()) if name in types]
-    return [*dict.fromkeys([*columns.values(), *beside])]
+        if column not in names:
+            raise UserError(f"dataset.{key}={column!r}: {source} has no such column; use one of {names}")
+    beside = [name for key in columns for name in BESIDE.get(key, ()) if name in names]
+    return [*dict.fromkeys([*columns.values(), *beside])] or names
 
 
 def _read_rows(rows: Iterable[dict[str, Any]], source: str, size: int) -> Iterator[list[Record]]:
@@ -437,7 +423,6 @@ def _hub_documents(name: str, section: DatasetSection, columns: Columns, limit: 
             f"dataset.name={name!r} cannot be loaded ({first_line(error)}); use a hub id, a folder, a file or "
             f"{PYTHON_STDLIB!r}"
         ) from None
-    types = {name: str(getattr(feature, "dtype", "nested")) for name, feature in rows.features.items()}
-    rows = rows.select_columns(check_columns(columns, types, name))  # others, such as images, would be decoded
+    rows = rows.select_columns(columns_of(columns, [*rows.features], name))  # others, such as images, would be decoded
     per_row = size // max(1, len(rows)) if size else 0
     return Documents(name, key, size or None, lambda: _read_rows(rows, name, per_row))

@@ -186,7 +186,6 @@ class Options(NamedTuple):
     evaluate: str | None  # print the loss of the model on this data set, instead of training
     hardware: str | None  # with explain: forecast the time of a step on it
     gib: float | None  # with explain: say whether each rank fits
-    json: bool  # with explain: print JSON
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -236,10 +235,9 @@ def parse_command_line(arguments: list[str]) -> Options:
     parser.add_argument("--hardware", metavar="NAME", help=text)
     text = "with --explain: say whether a rank fits into this memory; by default into that of --hardware"
     parser.add_argument("--gib", type=number(float, 0), metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="with --explain: print one JSON object")
     known, overrides = parser.parse_known_args(arguments)
-    for option in ("hardware", "gib", "json"):
-        if getattr(known, option) not in (None, False) and not known.explain:
+    for option in ("hardware", "gib"):
+        if getattr(known, option) is not None and not known.explain:
             raise UserError(f"--{option} describes a layout, and needs --explain; add it, or remove --{option}")
     if known.schema:
         print(json.dumps(json_schema(), indent=2))
@@ -248,4 +246,4 @@ def parse_command_line(arguments: list[str]) -> Options:
         raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
     data = read_config(Path(known.config))
     apply_overrides(data, overrides)
-    return Options(data, known.explain, known.evaluate, known.hardware, known.gib, known.json)
+    return Options(data, known.explain, known.evaluate, known.hardware, known.gib)

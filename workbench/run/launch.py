@@ -39,13 +39,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man ma
 
 
 def set_up_logging() -> None:
-    """Log progress on the console, see `set_log_level`. With `--json`, the JSON is the only standard output. After a
-    SIGUSR2 or a crash, a process prints its Python stacks.
-    """
+    """Log progress on the console, see `set_log_level`. After SIGUSR2 or a crash, a process prints its stacks."""
     faulthandler.enable(file=2)  # sys.stderr may be an object without a file
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR2, file=2)
-    logger.addHandler(logging.StreamHandler() if "--json" in sys.argv else LinePrinter())
+    logger.addHandler(LinePrinter())
     set_log_level()
 
 

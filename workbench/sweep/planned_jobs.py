@@ -16,7 +16,7 @@ from picotron.config import Model as ModelSection
 from picotron.console import UserError
 from picotron.model.families import differences
 from workbench.console import text_table
-from workbench.explain.hardware import USABLE, Hardware, fits
+from workbench.explain.hardware import USABLE, Hardware
 from workbench.explain.measure import on_hardware
 from workbench.explain.memory import GIB, Memory, bubble, rank_memory
 from workbench.explain.step_time import Forecast, forecast
@@ -188,32 +188,6 @@ def with_chunks(combination: Combination, config: Config) -> Iterator[tuple[Comb
         yield combination | {key: chunks}, with_keys(config, schedule={"pp_chunks": chunks})
 
 
-def what_fits(config: Config, model_config: PreTrainedConfig, gib: float) -> str:
-    """Return the smallest change with which a config fits into `gib`: recomputation, ZeRO, optimizer states, or also
-    more ranks.
-    """
-    selective, full = ({"activation_checkpointing": how} for how in ("selective", "full"))
-    zero3 = {"dp_engine": "zero3"}
-    dp = config.distributed.dp_size
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, selective), ({}, full), (zero3, {}), (zero3, full)]
-    if config.model.dtype == "bfloat16":
-        states = [full | {"optimizer_states": each} for each in ("bfloat16_moments", "bfloat16")]
-        changes += [(engine, each) for engine in ({}, zero3) for each in states]
-    changes += [(zero3 | {"dp_size": dp * 2**i}, full) for i in range(1, 13)]
-    for layout, training in changes:
-        sections = {"distributed": layout, "training": training}
-        changed = with_keys(config, **sections)
-        try:
-            memory = rank_memory(changed, model_config, check_layout(changed, model_config))
-        except UserError:  # a recording, for example, is for one kind of recomputation
-            continue
-        if fits(max(each.total for each in memory) / GIB, gib):
-            ranks = f", on {changed.distributed.world_size:,} ranks" if "dp_size" in layout else ""
-            flags = (f"--{name}.{key} {value}" for name, keys in sections.items() for key, value in keys.items())
-            return f"it fits with {' '.join(flags)}{ranks}"
-    return "neither recomputation nor ZeRO-3 on more ranks helps; use more tp or pp ranks"
-
-
 def _can_run(config: Config) -> bool:
     """Return whether a layout fits its model. Only what that depends on is kept, because most candidates share it: the
     pipeline, without the axes that split a stage, and these axes without a pipeline.
@@ -254,8 +228,7 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
     """Format the layout, batch, bubble and memory of each job; memory is that of the rank that needs most.
 
     Args:
-        brief: whether to name the layout by what all jobs share, in a line above the table, and what differs, in the
-            names of `--best`, and to omit the size of a step, which is equal.
+        brief: whether to omit the layout, which is in the names of `--best`, and the size of a step, which is equal.
         gib: memory of a device, for a column with what is left of the part that a plan may use.
     """
     left = () if gib is None else ("GiB left",)
@@ -283,22 +256,4 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
                 "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
             )),
         ))  # fmt: skip
-    return (f"all: {shared(planned)}\n" if brief else "") + text_table(rows)
-
-
-def shared(planned: Sequence[PlannedJob]) -> str:
-    """Return what the layouts of all jobs have in common, in the words of their names."""
-    described = [description(p.config) for p in planned]
-    return ", ".join(word for word in described[0] if all(word in words for words in described))
-
-
-def description(config: Config) -> list[str]:
-    """Return the layout of a config in words such as `dp8`, `zbv` and `zero1`."""
-    layout, training = config.distributed, config.training
-    words = [f"{axis}{getattr(layout, f'{axis}_size')}" for axis in ("dp", "pp", "cp", "tp")]
-    words += [f"mbs{training.micro_batch_size}", layout.dp_engine, *["sp"] * layout.sequence_parallel]
-    if training.activation_checkpointing != "none":
-        words.append(training.activation_checkpointing)
-    if layout.pp_size > 1:
-        words += [layout.pp_engine, *[f"chunks{config.schedule.pp_chunks}"] * (config.schedule.pp_chunks is not None)]
-    return words
+    return text_table(rows)

@@ -38,14 +38,6 @@ class Candidate(NamedTuple):
     config: Config
 
 
-class Least(NamedTuple):
-    """The config that needs least memory, if none fits."""
-
-    gib: float
-    values: Values
-    config: Config
-
-
 class Placed(NamedTuple):
     """The stages of each rank. Their layers are numbered from 0, so that stages that cost the same are equal."""
 
@@ -89,18 +81,6 @@ class Planner:
     def gib(self, config: Config, plan: SchedulePlan) -> float:
         """Return the memory of the rank that needs most."""
         return max(each.total for each in rank_memory(config, self.model, plan)) / GIB
-
-    def least(self, candidates: Iterable[Candidate]) -> Least | None:
-        """Return the config that needs least memory. None if none of them can be planned."""
-        least: Least | None = None
-        for each in sorted(candidates, key=lambda each: each.gib):
-            if least is not None and each.gib * (1 - ROUNDING) > least.gib:
-                break  # no other config can need less
-            if (plan := self.plan(each.config)) is not None:
-                gib = self.gib(each.config, plan)
-                if least is None or gib < least.gib:
-                    least = Least(gib, each.values, each.config)
-        return least
 
     def bounds(self, config: Config) -> tuple[float, float]:
         """Return lower bounds of the seconds of a step, and of the GiB of the rank that needs most."""
@@ -174,9 +154,9 @@ class Planner:
 
 def best_configs(
     configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
-) -> tuple[list[Values], Least | None]:
-    """Return the fastest configs of the `count` fastest layouts that fit into `gib`, one of each, best first; if none
-    fits, the config that needs least. Layouts differ in the sizes of their axes, or in the schedule of their pipeline.
+) -> tuple[list[Values], Candidate]:
+    """Return the fastest configs of the `count` fastest layouts that fit into `gib`, one of each, best first, and the
+    config with the least bound of its memory. Layouts differ in the sizes of their axes, or in the pipeline's schedule.
 
     Args:
         configs: configs that pass all checks, with the values that distinguish them.
@@ -195,7 +175,7 @@ def best_configs(
             found = forecast(each.config, model, plan, hardware).step_time, each.number, each.values
             best[key] = min(best.get(key, found), found)
             best = dict(sorted(best.items(), key=lambda item: item[1])[:count])
-    return [values for _, _, values in best.values()], None if best else planner.least(ordered)
+    return [values for _, _, values in best.values()], min(ordered, key=lambda each: each.gib)
 
 
 def layout_of(config: Config) -> tuple[Any, ...]:

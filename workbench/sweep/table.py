@@ -5,7 +5,7 @@ import csv
 import io
 import logging
 import math
-import re
+import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
     "global_batch_size", "seq_length", "step", "total_train_steps", "final_loss", "eval_loss", "bits_per_byte",
-    f"mean_{RATE}", f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
+    f"median_{RATE}", f"forecast_{RATE}", "mfu", "forecast_mfu", "memory_gb", "forecast_memory_gb", "problem",
 )  # fmt: skip
 FAILED = ("fail", "oom")
 DIVERGED = 1.1  # times the first loss, above which a run has diverged if it ends there
@@ -39,7 +39,7 @@ OWN_KEYS = """
     distributed.cp_size distributed.tp_size distributed.pp_engine training.micro_batch_size
     training.gradient_accumulation_steps training.seq_length training.total_train_steps
 """
-STYLES = [line + marker for marker in ("", "^", "*", "+", ">", "<") for line in ("-", "--", "-.", ":")]
+STYLES = ("-", "--", "-.", ":")
 MOST_BARS = 60
 
 
@@ -53,7 +53,7 @@ class Run:
             of more than DIVERGED times the first one.
         config: the config, or None if it is invalid.
         records: the records of metrics.jsonl.
-        problem: the first problem of the run's files, or the error in the log of a failed run, or "".
+        problem: the first problem of the run's files, or "".
         forecast: what `create_config.py --hardware` expected, or {}.
     """
 
@@ -112,15 +112,7 @@ def read_run(job: Job) -> Run:
     losses = field_values(records, "loss")
     if status in ("completed", "") and losses and losses[-1] > DIVERGED * losses[0]:
         status = "diverged"
-    return Run(name, status, config, records, problem or damage or error_in_log(job, status), forecast)
-
-
-def error_in_log(job: Job, status: str) -> str:
-    """Return the last error in the newest log of a failed job, without the rank that printed it, or ""."""
-    logs = sorted(job.folder.glob("log_*"), key=lambda log: log.stat().st_mtime) if status in FAILED else []
-    text = logs[-1].read_text(errors="replace") if logs else ""
-    errors = re.findall(r"^(?:\[rank \d+\] error: |(?=\w*(?:Error|Exception): ))(.+)", text, re.MULTILINE)
-    return str(errors[-1]) if errors else ""
+    return Run(name, status, config, records, problem or damage, forecast)
 
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -157,10 +149,9 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
             row[key] = getattr(training, key)
     for column, field, records, summary in (
         ("step", "step", run.records, max),
-        ("final_loss", "loss", run.records, last),
-        ("eval_loss", "eval_loss", run.records, last),
-        ("bits_per_byte", "bits_per_byte", run.records, last),
-        (f"mean_{RATE}", RATE, timed, fmean),
+        ("final_loss", "loss", run.records, operator.itemgetter(-1)),
+        ("eval_loss", "eval_loss", run.records, operator.itemgetter(-1)),
+        ("bits_per_byte", "bits_per_byte", run.records, operator.itemgetter(-1)),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),
         ("memory_gb", "memory_gb", run.records, max),
@@ -193,11 +184,6 @@ def best(rows: Sequence[dict[str, Any]]) -> str:
     return f"the lowest {column.replace('_', ' ')} is {found[name]:.4f}, of {name}"
 
 
-def last(values: Sequence[float]) -> float:
-    """Return the last value."""
-    return values[-1]
-
-
 def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:
     """Write metrics.csv, with columns of further keys in front of the last one."""
     table = io.StringIO()
@@ -226,27 +212,17 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
     for j, group in enumerate(groups.values()):
         for i, run in enumerate(group):
             colour, above = f"C{j % 10}", len(group) - 1 - i
-            style = STYLES[(i + j // 10 * len(group)) % len(STYLES)]
-            width, name = 1.2 + min(2.5, 5 / len(group)) * above, escape_dollars(run.label)
-            steps, losses = points(run, "loss")
-            axes.plot(
-                steps,
-                losses,
-                style,
-                color=colour,
-                alpha=0.5 if above else 1,
-                linewidth=width,
-                markevery=0.1,
-                label=f" {name}",  # matplotlib leaves out names that are empty or begin with _
-            )
-            if run.status in FAILED:  # a run of one step has no line
-                axes.plot(steps[-1:], losses[-1:], "x", color=colour, markersize=8, markeredgewidth=2)
+            style, width = STYLES[(i + j // 10) % len(STYLES)], 1.2 + min(2.5, 5 / len(group)) * above
+            look = {"color": colour, "alpha": 0.5 if above else 1, "linewidth": width}
+            name = escape_dollars(run.label)
+            # matplotlib leaves out names that are empty or begin with _
+            axes.plot(*points(run, "loss"), style, label=f" {name}", **look)
             axes.plot(*points(run, "eval_loss"), "o", color=colour, markersize=5, markeredgecolor="black")
     drawn = [losses for run in runs if (losses := [each for each in run.losses if math.isfinite(each)])]
     if drawn and axes.get_ylim()[1] > (ceiling := DIVERGED * max(losses[0] for losses in drawn)):
         lowest = min(map(min, drawn))
         axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)  # a diverged run would flatten all others
-    axes.set(xlabel="step\nline: training; dot: evaluation; cross: the run failed", ylabel="loss")
+    axes.set(xlabel="step\nline: training; dot: evaluation", ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     columns = 1 + len(runs) // 30
     figure.set_figwidth(5.5 + 2.5 * columns)

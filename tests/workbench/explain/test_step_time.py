@@ -119,16 +119,6 @@ def test_messages_hide_behind_computation() -> None:
     assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
 
 
-def test_groups_across_nodes_use_the_network() -> None:
-    """tp 8 in nodes of 8 uses the links; in nodes of 4, the ring crosses nodes through four network cards."""
-    link = dataclasses.replace(ONLY_LINKS, link=1e9, network=1e6)
-    layout = {"distributed__tp_size": 8, "distributed__sequence_parallel": True}
-    model = {"num_key_value_heads": 8}
-    inside = times(link, model, **layout).seconds.tp
-    across = times(dataclasses.replace(link, node=4), model, **layout).seconds.tp
-    assert across == pytest.approx(inside * 1e9 / 4e6)
-
-
 def test_only_some_steps_of_a_ring_cross_nodes() -> None:
     """A ring over 4 nodes of 8 takes 31 steps, of which 3 leave a node; one message between nodes takes one."""
     latencies = dataclasses.replace(ONLY_LINKS, collective_launch=1.0, latency=100.0, network_latency=10_000.0)
@@ -195,14 +185,3 @@ def test_errors_of_published_runs_are_those_of_the_table() -> None:
     assert found.keys() == ERRORS.keys()
     for kind, each in found.items():
         assert each == pytest.approx(ERRORS[kind], abs=0.0006), kind
-
-
-def test_a_small_product_is_divided_among_the_processors() -> None:
-    """A single tile is divided into 16 parts, which 16 of the 132 processors compute at the same time."""
-    assert HARDWARE["H100"].waves(128, 128) == pytest.approx(132 / 16)
-    assert HARDWARE["H100"].waves(128 * 132, 128) == 1
-
-
-def test_one_rank_does_not_wait_for_a_slower_one() -> None:
-    alone, several = (HARDWARE["H100"].in_step(ranks).rate("bfloat16") for ranks in (1, 2))
-    assert several == pytest.approx(HARDWARE["H100"].pace * alone)

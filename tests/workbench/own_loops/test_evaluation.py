@@ -3,17 +3,24 @@
 import ast
 import json
 import math
-import re
+import os
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.support.oracle import tiny_llama
+import train
+from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Config
+from tests.support.oracle import CPU, tiny_llama
 from tests.support.program import options, run
+from workbench.own_loops import evaluation
 
 TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))
 
@@ -41,27 +48,43 @@ def expected(folder: Path, length: int) -> tuple[int, float, float]:
     return len(ids) - 1, total / (len(ids) - 1), total / size / math.log(2)
 
 
-def words_of(model: Path, layout: dict[str, Any], **keys: Any) -> list[str]:
-    """Return options of train.py for a pretrained model in float64."""
-    sizes = dict.fromkeys(("dp_size", "pp_size", "cp_size", "tp_size"), 1) | layout
-    keys = {f"distributed.{key}": value for key, value in sizes.items()} | {"model.num_hidden_layers": "null"} | keys
-    keys |= {"model.name": model, "model.tokenizer": "null", "model.pretrained": "true", "model.dtype": "float64"}
-    keys |= {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
+def words_of(model: Path, layout: dict[str, int], **keys: Any) -> list[str]:
+    """Return options of train.py for a pretrained model in float64, in rows of 24 tokens."""
+    keys |= {f"distributed.{axis}": layout.get(axis, 1) for axis in ("dp_size", "pp_size", "cp_size", "tp_size")}
+    keys |= {"model.name": model, "model.tokenizer": "null", "model.num_hidden_layers": "null"}
+    keys |= {"model.pretrained": "true", "model.dtype": "float64", "training.seq_length": 24}
     return options(keys)
 
 
-@pytest.mark.processes
-def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path, tmp_path: Path) -> None:
+def evaluated(words: list[str], cache: Path) -> list[str]:
+    """Run train.py on this rank of a pool. Returns the lines of the evaluation."""
+
+    def connect(config: Config, *_: Any) -> torch.device:
+        layout = config.distributed
+        pgm.setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+        return CPU
+
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache)),
+        mock.patch.object(sys, "argv", ["train.py", "--config", "template/base_config.json", *words]),
+        mock.patch.multiple(train, set_up_logging=lambda: None, run_ranks=lambda _, evaluate: evaluate()),
+        mock.patch.object(evaluation, "connect", connect),
+        mock.patch.object(evaluation, "print_line") as print_line,
+    ):
+        train.main()
+    return [call.args[0] for call in print_line.call_args_list]
+
+
+def test_the_loss_on_a_text_equals_that_of_transformers(pool: WorkerPool, model: Path, tmp_path: Path) -> None:
     """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
     path = tmp_path / "text.jsonl"
     path.write_text(json.dumps({"text": TEXT}) + "\n")
-    words = words_of(model, {"dp_size": 2, "cp_size": 2}, **{"training.seq_length": 24})
-    result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"), "--evaluate", str(path))
-    assert result.returncode == 0, result.stderr
-    found = re.search(r"([\d,]+) tokens \| loss ([\d.]+) \| ([\d.]+) bits per byte\n$", result.stdout)
-    assert found
+    sizes = {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
+    words = words_of(model, {"dp_size": 2, "cp_size": 2}, **sizes, **{"checkpoint.save_dir": tmp_path / "run"})
+    (line,), *others = pool.run(evaluated, 4, [*words, "--evaluate", str(path)], tmp_path / "cache")
     targets, loss, bits = expected(model, 24)
-    assert found.groups() == (f"{targets:,}", f"{loss:.4f}", f"{bits:.4f}")
+    assert line == f"{path}: {targets:,} tokens | loss {loss:.4f} | {bits:.4f} bits per byte"
+    assert others == [[]] * 3
     assert not (tmp_path / "run").exists()
 
 
@@ -69,10 +92,10 @@ def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path,
 def test_a_run_shows_how_the_model_continues_a_prompt(model: Path, home: Path, tmp_path: Path) -> None:
     """Before the first step, as transformers does."""
     (path := tmp_path / "text.txt").write_text(TEXT)
-    training = {"total_train_steps": 1, "warmup_steps": 0, "eval_frequency": 1, "eval_steps": 1, "seq_length": 24}
+    training = {"total_train_steps": 1, "warmup_steps": 0, "eval_frequency": 1, "eval_steps": 1}
     keys = {f"training.{key}": value for key, value in training.items()} | {"logging.sample_prompt": "line 3: na"}
-    words = words_of(model, {"pp_size": 2}, **keys, **{"dataset.name": path})
-    result = run(home, *words, "--checkpoint.save_dir", str(tmp_path / "run"))
+    words = words_of(model, {}, **keys, **{"dataset.name": path, "checkpoint.save_dir": tmp_path / "run"})
+    result = run(home, *words)
     assert result.returncode == 0, result.stderr
     tokenizer, oracle = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
     ids = tokenizer("line 3: na", return_tensors="pt")

@@ -56,7 +56,7 @@ def test_what_is_not_in_the_text_or_not_counted_is_named_once(folder: str, caplo
     ]
     encode(data_of(folder, template, chats))
     lines = sorted(record.getMessage() for record in caplog.records if " conversations" in record.getMessage())
-    ignored = ["'name'", "'reasoning'", "'tool_calls'", "'tools'"]
+    ignored = ["'arguments' of 'tool_calls'", "'name'", "'name' of 'tool_calls'", "'reasoning'", "'tools'"]
     ignored += [f"the content of messages with the role {role!r}" for role in ("system", "tool")]
     assert lines == [
         *(f"the chat template ignores {name} in 1 of 3 conversations" for name in ignored),
@@ -89,10 +89,12 @@ def test_arguments_are_what_the_template_expects(folder: str, form: str) -> None
 
 def test_messages_of_sharegpt_are_those_of_the_template(folder: str) -> None:
     words = {"human": "Q", "function_call": '{"name": "f", "arguments": {"x": 1}}', "observation": "7", "bing": "A"}
-    record = {"chat": [{"from": role, "value": value} for role, value in words.items()], "system": "S"}
-    (found,) = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"), [record]))
+    chat = [{"from": role, "value": value} for role, value in words.items()]
+    records = [{"chat": each, "system": "S"} for each in (chat, json.dumps(chat))]
+    found, same = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"), records))
     parts = ["system\nS", "user\nQ", 'assistant\n[[{"x": 1}', "tool\n7", "assistant\n[[A"]
     assert [part for part in parts if part not in found] == []
+    assert same == found
 
 
 def test_contents_of_parts_are_texts(folder: str) -> None:
@@ -132,17 +134,8 @@ def test_a_turn_without_an_end_is_ended_or_named(
     assert [warning in line and "QUESTION" in line for line in lines] == [True] if warning else not lines
 
 
-def test_messages_of_tables_are_conversations(tmp_path: Path, folder: str) -> None:
-    with_template(folder, CHATML)
-    for value in ([USER, ANSWER], json.dumps([{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}])):
-        table = pandas.DataFrame([{"chat": value, "weight": 1.0, "other": 5}])
-        table.to_parquet(file := tmp_path / "a.parquet")
-        (found,) = counted(config_of(str(file), folder, **CHAT))
-        assert found == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[[A<|im_end|>\n]]"
-
-
 def test_records_of_weight_0_are_left_out(folder: str) -> None:
-    records = [{"chat": [USER, ANSWER | {"content": str(i)}], "weight": i % 2} for i in range(4)]
+    records = [{"chat": [USER, ANSWER | {"content": str(i)}], "weight": float(i % 2)} for i in range(4)]
     records.append({"chat": [USER, ANSWER | {"train": False}], "weight": 1})
     found = counted(data_of(folder, CHATML, records))
     assert [text.partition("[[")[2][0] for text in found] == ["1", "3"]

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas
@@ -142,15 +143,6 @@ def test_the_first_rows_of_a_hub_data_set_are_streamed(
     assert calls == [True] * (limit is None)
 
 
-def test_a_folder_of_save_to_disk_is_named(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_list([{"text": "a"}])
-    rows.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
-    for name in ("rows", "splits"):
-        with pytest.raises(UserError, match="write the data set with to_parquet instead"):
-            documents_of(tmp_path / name)
-
-
 CARD = """---
 configs:
 - config_name: default
@@ -196,11 +188,12 @@ RECORDS = [{"text": text} for text in ("a", "é 日\n", "007", "x" * 70_000)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 
 
-def torn_parquet() -> bytes:
-    """Return a file with ROWS + 1 good rows, and one that is not UTF-8."""
-    text = pyarrow.array([b"a"] * (ROWS + 1) + [b"\xff"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), file := io.BytesIO())
+def parquet(**columns: Any) -> bytes:
+    pyarrow.parquet.write_table(pyarrow.table(columns), file := io.BytesIO())
     return file.getvalue()
+
+
+TORN = pyarrow.array([b"a"] * (ROWS + 1) + [b"\xff"], pyarrow.binary()).view(pyarrow.string())  # the last is not UTF-8
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
@@ -236,7 +229,9 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
         ("a.csv", b'n,text\n1,"a\nb"\n2\n', "line 4: the row should have 2 values"),
         ("a.csv", b"text,text\n1,a\n", "two columns have the name 'text'"),
         ("a.parquet", b"PAR1 nothing", "is not a valid parquet file"),
-        ("a.parquet", torn_parquet(), rf"a\.parquet, row {ROWS + 2:,} cannot be read \('utf-8' codec can't"),
+        ("a.parquet", parquet(text=[["a"]]), "row 1: dataset.text_column='text' has no text there, but the list"),
+        ("a.parquet", parquet(n=[1], body=["a"]), r"text_column='text': .* no such column; use one of \['n', 'body'\]"),
+        ("a.parquet", parquet(text=TORN), rf"a\.parquet, row {ROWS + 2:,} cannot be read \('utf-8' codec can't"),
     ],
 )
 def test_bad_data_are_reported_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -32,11 +32,6 @@ from workbench.prepare.tokens import BATCH_ITEMS, write_tokens
 # ------------------------------------------------------------------------------------------- prompts and completions
 
 CHAT_OF_TWO = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4.")])
-PAIRS = [("What is 2 + 2?", " It is 4."), ("", "def f(x):"), ("x", ""), ("wide 日本語 🙂", "\nreturn x\n")]
-
-
-def write_pairs(folder: Path) -> str:
-    return write_jsonl(folder / "pairs.jsonl", [{"n": i, "q": q, "a": a} for i, (q, a) in enumerate(PAIRS)])
 
 
 @pytest.mark.processes
@@ -57,22 +52,6 @@ def test_other_columns_and_other_templates_are_tokenised_again(tmp_path: Path, f
     configs = [config_of(name, folder, **each) for each in keys]
     configs += [config_of(name, tokenizer, **CHAT) for tokenizer in (with_template(folder, CHATML), other)]
     assert len({write_tokens(config, tiny_llama(vocab_size=300)) for config in configs}) == 5
-
-
-def test_rows_of_a_hub_data_set_become_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
-    import datasets
-
-    columns = {"q": [q for q, _ in PAIRS], "a": [a for _, a in PAIRS], "chat": [CHAT_OF_TWO] * 4, "n": [1] * 4}
-    rows = datasets.Dataset.from_dict(columns)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
-    monkeypatch.setattr("workbench.prepare.documents.connect", lambda name: None)
-    assert split(encode(config_of("somebody/data", folder))) == split(encode(config_of(write_pairs(tmp_path), folder)))
-    with_template(folder, CHATML)
-    assert len(encode(config_of("somebody/data", folder, **CHAT)).lengths) == 4
-    with pytest.raises(
-        UserError, match=r"column='n': somebody/data has no text there, but the type int64; .*\['q', 'a'\]"
-    ):
-        encode(config_of("somebody/data", folder, dataset__prompt_column="q", dataset__completion_column="n"))
 
 
 # ------------------------------------------------------------------------------------------------------ conversations
