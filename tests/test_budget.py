@@ -15,21 +15,21 @@ from tests.support.traced_step import code_tokens
 # Code tokens of each room: no comments, docstrings or layout, so that nobody saves by cramming. Programs that stand on
 # pages are of docs/; the programs of the root have names that end in .py.
 TOKENS = {
-    "benchmarks": 17_016,
-    "conformance": 64_730,
-    "create_config.py": 2_208,
-    "docs": 30_105,
-    "examples": 7_040,
+    "benchmarks": 14_887,
+    "conformance": 63_049,
+    "create_config.py": 2_107,
+    "docs": 27_269,
+    "examples": 6_950,
     "extract_metrics.py": 19,
     "generate.py": 31,
     "picotron": 22_781,
     "playground": 5_930,
-    "puzzles": 24_111,
-    "steps": 14_681,
+    "puzzles": 23_714,
+    "steps": 14_603,
     "submit_slurm_jobs.py": 1_364,
-    "tests": 136_124,
-    "train.py": 1_420,
-    "workbench": 125_664,
+    "tests": 128_857,
+    "train.py": 1_416,
+    "workbench": 120_343,
 }
 FILES = 28  # files of picotron/
 STEP = {"functions": 118, "files": 20, "lines": 614}  # that a warm step of pp 2 x cp 2 x tp 2 runs, over all ranks
