@@ -20,8 +20,10 @@ ENDS = """
 import contextlib, multiprocessing.context, os, signal, sys, time
 import torch.distributed as dist
 from picotron.console import UserError
+from workbench.run import ranks
 from workbench.run.ranks import run_ranks
 
+ranks.GRACE_SECONDS = 2.0
 how, at, starts = sys.argv[1], int(sys.argv[2]), [0]
 os.environ.setdefault("LAUNCHER", str(os.getpid()))
 
