@@ -85,8 +85,30 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the JSON of a config, see `current_keys`."""
-    return current_keys(read_object(path))
+    """Read the JSON of a config, see `current_keys`. The names of models and data that are not in the current folder,
+    but beside the file or in a folder above it, become paths of those, so that a config can be used from anywhere.
+
+    Raises:
+        UserError: as `read_object` and `current_keys`.
+    """
+    data = current_keys(read_object(path))
+
+    def found(name: Any) -> Any:
+        """Return the path of a name, or the value itself if there is none."""
+        if not isinstance(name, str) or not name or os.path.exists(name):
+            return name
+        places = (folder / name for folder in path.resolve().parents)
+        return next((str(place) for place in places if os.path.exists(place)), name)
+
+    for section, keys in (("model", ("name", "tokenizer")), ("dataset", ("name", "eval_name", "mixture"))):
+        body: Any = data.get(section)
+        for key in keys if isinstance(body, dict) else ():
+            value = body.get(key)
+            if isinstance(value, dict):
+                body[key] = {found(name): weight for name, weight in value.items()}
+            elif value is not None:
+                body[key] = found(value)
+    return data
 
 
 def unknown_key(key: str) -> str:

@@ -71,3 +71,23 @@ def test_help_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
         load_config(["--help"])
     text = capsys.readouterr().out
     assert all(f"--{key} " in text for key in leaf_keys())
+
+
+def test_names_in_a_file_are_found_beside_it_and_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in the current folder come first; hub ids, and words of the command line, stay as they are."""
+    (tmp_path / "above" / "model").mkdir(parents=True)
+    (tmp_path / "above" / "configs" / "texts").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "here").mkdir(parents=True)
+    path = tmp_path / "above" / "configs" / "config.json"
+    model, dataset = (
+        {"name": "model", "tokenizer": "here"},
+        {"name": "texts", "eval_name": "owner/texts", "mixture": {"texts": 2.0}},
+    )
+    path.write_text(json.dumps({"model": model, "dataset": dataset, "training": {"eval_frequency": 1}}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(["--config", str(path)])
+    assert (config.model.name, config.model.tokenizer) == (str(tmp_path / "above" / "model"), "here")
+    assert config.dataset.name == str(tmp_path / "above" / "configs" / "texts")
+    assert config.dataset.eval_name == "owner/texts"
+    assert config.dataset.weights == {config.dataset.name: 2.0}
+    assert load_config(["--config", str(path), "--model.name", "model"]).model.name == "model"
