@@ -146,8 +146,11 @@ class Workspace:
         Raises:
             CommandFailed: the exit status differs from the expected one.
         """
+        folders = [str(self.root / ".venv/bin"), os.environ["PATH"]]
+        if not Path(sys.executable).parent.samefile(folders[0]):  # a test has another Python
+            folders.insert(0, str(Path(sys.executable).parent))
         variables = {
-            "PATH": f"{Path(sys.executable).parent}:{self.root}/.venv/bin:{os.environ['PATH']}", "HOME": str(self.home), "COLUMNS": "120",
+            "PATH": ":".join(folders), "HOME": str(self.home), "COLUMNS": "120",
             "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         done = subprocess.run(
