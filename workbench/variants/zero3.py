@@ -373,8 +373,6 @@ class DataParallelZero3(DataParallel):
                     "holds it, where ZeRO-3 has freed it: read it in that module's forward, or use zero1"
                 )
         yield from super().parts()
-        for unit in self.units:
-            unit.free()  # its full weights are the old ones
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for unit in self.units:
