@@ -59,8 +59,8 @@ def lighter(colour: str, amount: float) -> str:
 class Svg:
     """A drawing on a white or (in dark mode) black page, to which methods add shapes."""
 
-    def __init__(self, width: float, height: float = 0, style: str = "") -> None:
-        self.width, self.height, self.style = width, height, style
+    def __init__(self, width: float, height: float = 0) -> None:
+        self.width, self.height = width, height
         self.parts: list[str] = []
 
     def box(
@@ -179,7 +179,7 @@ class Svg:
         place = [f"{number:g}" for number in (-MARGIN, -MARGIN, self.width + 2 * MARGIN, self.height + 2 * MARGIN)]
         size = f'viewBox="{" ".join(place)}" width="{place[2]}" height="{place[3]}"'
         page = '<rect class="page" x="{}" y="{}" width="{}" height="{}"/>'.format(*place)
-        first = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}{TEXT}{self.style}</style>", page]
+        first = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}{TEXT}</style>", page]
         return "\n".join([*first, *self.parts, "</svg>\n"])
 
 

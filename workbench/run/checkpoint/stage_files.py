@@ -64,12 +64,12 @@ class TensorSlice:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """Byte ranges of a file that a rank has written, and the names of the tensors in the file."""
+    """Byte ranges of a file that a rank has written, and the full size in bytes of each tensor in the file."""
 
     kind: str
     file: str
     ranges: list[ByteRange]
-    tensors: list[str]
+    sizes: dict[str, int]
 
 
 class StageFiles:
@@ -121,7 +121,8 @@ class StageFiles:
             except OSError as failure:  # raised below: other ranks still wait for this one
                 error = failure
                 continue
-            written.append(WrittenFile(kind, kind + suffix, ranges, [each.name for each in mine]))
+            sizes = {each.name: each.full_shape.numel() * each.tensor.dtype.itemsize for each in mine}
+            written.append(WrittenFile(kind, kind + suffix, ranges, sizes))
         if error is not None:
             raise error
         return written

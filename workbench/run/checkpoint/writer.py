@@ -251,9 +251,9 @@ class CheckpointWriter:
         indices = {}
         for kind in {each.kind for each in written}:
             of_kind = [each for each in written if each.kind == kind]
-            size = sum(byte_range.size for each in of_kind for byte_range in each.ranges)
-            files = {name: each.file for each in of_kind for name in each.tensors}
-            index = {"metadata": {"total_size": size}, "weight_map": files}
+            sizes = {name: size for each in of_kind for name, size in each.sizes.items()}  # ranks may share a tensor
+            files = {name: each.file for each in of_kind for name in each.sizes}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
             indices[f"{kind}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
         return indices
 

@@ -38,6 +38,8 @@ def test_transformers_loads_a_checkpoint_and_computes_equal_logits(
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         expected = tensors_of(reference, kind)
         assert expected.keys() == dict(ours.named_parameters()).keys()
+        metadata = json.loads((folder / f"{kind}.safetensors.index.json").read_text())["metadata"]
+        assert metadata == {"total_size": sum(each.nbytes for each in expected.values())}
         assert_close(tensors_of(folder, kind), expected, what=kind)
     text = "def f(x)"
     loaded = AutoTokenizer.from_pretrained(folder)
