@@ -170,10 +170,19 @@ def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
     Args:
         repeats: whether steps that are in the wandb run are taken again. Wandb would ignore them, so a new run starts,
             in a group that is named after the earlier one.
+
+    Raises:
+        UserError: wandb has no such mode.
     """
     import wandb
 
-    settings = wandb.setup().settings
+    try:
+        settings = wandb.setup().settings
+    except ValueError as error:
+        raise UserError(
+            f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
+            f"false"
+        ) from None
     arguments: dict[str, Any] = {
         "project": config.logging.project_name or settings.project or "picotron",
         "name": config.logging.run_name,

@@ -191,8 +191,11 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
 @pytest.mark.processes
 @pytest.mark.usefixtures("_one_rank")
 def test_wandb_itself_records_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(checkpoint__save_dir=str(tmp_path), logging__use_wandb=True)
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(UserError, match=r"wandb rejects its settings .*; correct WANDB_MODE"):
+        Metrics(config, tiny_llama(), CPU, torch.float64)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     Metrics(config, tiny_llama(), CPU, torch.float64).close()
     assert (tmp_path / "wandb").exists()
 
