@@ -38,11 +38,11 @@ def _signals_act() -> Iterator[None]:
 
 @pytest.fixture
 def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Function that starts train.py, with the given words before it, and waits for its first step."""
+    """Function that starts train.py, with the given words of Python before it, and waits for its first step."""
     started = []
 
     def start(*command: str, dp: int = 1) -> subprocess.Popen[str]:
-        words = [*command, "train.py", "--config", "template/base_config.json"]
+        words = [sys.executable, *command, "train.py", "--config", "template/base_config.json"]
         words += arguments(tmp_path / "run", dp, 1, **MANY_STEPS)
         process = subprocess.Popen(
             words, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, start_new_session=True
