@@ -110,7 +110,7 @@ def read_run(job: Job) -> Run:
     if problem or damage:
         logger.warning("%s: %s", job.folder, problem or damage)
     losses = field_values(records, "loss")
-    if status in ("completed", "") and losses and losses[-1] > DIVERGED * losses[0]:
+    if status in ("completed", "") and losses and not losses[-1] <= DIVERGED * losses[0]:
         status = "diverged"
     return Run(name, status, config, records, problem or damage, forecast)
 

@@ -67,10 +67,12 @@ def steps(name: str) -> dict[str, Any]:
         step(x, target=target, losses=(), **batch)
     with pytest.raises(UserError, match="'scale' has 5 elements in dimension 0, which cannot be divided into 3"):
         WholeBatchStep(schedule, model, CPU, None, {"mask": None})(x, **batch)
-    outputs = [
-        step(x, target=target, losses=losses, **batch),
-        WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch),
-    ]
+    outputs = [step(x, target=target, losses=losses, **batch)]
+    backwards = list[Tensor]()
+    for parameter in stages[rank].parameters():
+        parameter.register_hook(backwards.append)
+    outputs.append(WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch))
+    assert not backwards
     gradients = [main_grad(each).clone() for each in stages[rank].parameters()]
     outputs.append(WholeBatchStep(forward_only(2, M), model, CPU, loss, dims)(x, target=target, **batch))
     along = WholeBatchStep(schedule, model, CPU, None, dims, output_dim=1)(x, **batch)

@@ -73,7 +73,7 @@ def test_row_of_a_completed_run_summarises_its_steps_after_warm_up(tmp_path: Pat
 
 
 def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, records, rate in (("measured", steps(5), 110.0), ("waiting", None, 110.0), ("faster", None, 220.0)):
+    for name, records, rate in (("measured", steps(5), 110.0), ("waiting", None, 110.0), ("z_faster", None, 220.0)):
         forecast = {"tokens_per_second_per_gpu": rate, "mfu": None, "memory_gb": 0.75, "step_time": 1.0}
         job(tmp_path / name, records).forecast_file.write_text(json.dumps(forecast))
     job(tmp_path / "broken", steps(1)).forecast_file.write_text("{")
@@ -84,7 +84,7 @@ def test_measured_and_forecast_numbers_are_side_by_side(tmp_path: Path, capsys: 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["measured", "100", "110", "+10.0%", "1.500", "0.750", "-50.0%"] in lines
     assert ["waiting", "-", "110", "-", "-", "0.750", "-"] in lines
-    assert [line[0] for line in lines if line[:1] and line[0] in rows][:3] == ["faster", "measured", "waiting"]
+    assert [line[0] for line in lines if line[:1] and line[0] in rows][:3] == ["z_faster", "measured", "waiting"]
 
 
 STATES = {  # records, status.txt, and what follows the records; then the step, the final loss and the throughput
@@ -113,11 +113,17 @@ def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
 def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses = {"a": [7.0, 6.0, 5.0], "b": [7.0, 5.0, 4.0], "far": [7.0, math.nan, 4e35], "plateau": [7.0, 9.0, 8.0]}
+    losses = {
+        "0": [7.0, math.nan],
+        "a": [7.0, 6.0, 5.0],
+        "b": [7.0, 5.0, 4.0],
+        "far": [7.0, math.nan, 4e35],
+        "plateau": [7.0, 9.0, 8.0],
+    }
     for name, each in losses.items():
         job(tmp_path / name, [record(i, 10.0, loss, grad_norm=loss) for i, loss in enumerate(each, 1)], "completed")
     rows = extract(tmp_path)
-    assert [row["status"] for row in rows.values()] == ["completed", "completed", "diverged", "diverged"]
+    assert [row["status"] for row in rows.values()] == ["diverged", "completed", "completed", "diverged", "diverged"]
     assert {row["problem"] for row in rows.values()} == {""}
     assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
     figure = Figure()
