@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from picotron import process_group_manager
-from picotron.data_parallel.data_parallel import DataParallel
+from workbench.run.launch import free_models
 from workbench.run.start_method import START_METHOD
 
 CONTEXT = multiprocessing.get_context("forkserver" if START_METHOD == "fork" else START_METHOD)
@@ -35,14 +35,6 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.mode
 
 class WorkerError(AssertionError):
     """Failure on one or more ranks, with their tracebacks."""
-
-
-def free_models() -> None:
-    """Remove the hooks of all wrappers, and free the models to which no other reference is left."""
-    for each in gc.get_objects():
-        if issubclass(type(each), DataParallel):
-            each.unhook()
-    gc.collect()
 
 
 def _work(connection: multiprocessing.connection.Connection, backend: str) -> None:

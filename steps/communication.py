@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported by AdamW, after `init_process_group`, it would keep a group alive
 from torch import Tensor, nn
 
 from steps import llama

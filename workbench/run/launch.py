@@ -1,5 +1,6 @@
 """Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
 
+import atexit
 import ctypes
 import datetime
 import faulthandler
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its functions would keep the default group alive, see `forget_groups`
 
+from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
 from picotron.console import UserError, first_line
-from picotron.process_group_manager import setup_process_group_manager
+from picotron.data_parallel.data_parallel import DataParallel
 from workbench.console import LinePrinter, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.fork_server import STOP_SIGNALS
@@ -171,7 +174,25 @@ def init_process_group(
         raise UserError(
             f"gloo finds no network: {reason}; is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
         ) from error
+    atexit.register(forget_groups)
     check_same_config(config, model_config, schedule)
+
+
+def forget_groups() -> None:
+    """Free models and groups, if the groups are destroyed. Else gloo's threads would live on, and one that still frees
+    a tensor when Python itself ends would abort the process.
+    """
+    if not dist.is_initialized():
+        free_models()
+        pgm.process_group_manager = None  # type: ignore[assignment]
+
+
+def free_models() -> None:
+    """Remove the hooks of all wrappers, and free the models to which no other reference is left."""
+    for each in gc.get_objects():
+        if issubclass(type(each), DataParallel):
+            each.unhook()
+    gc.collect()
 
 
 def connect(
@@ -184,7 +205,7 @@ def connect(
     """
     device, layout = set_up_device(config), config.distributed
     init_process_group(config, device, model_config, schedule)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    pgm.setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     return device
 
 

@@ -69,3 +69,22 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
     result = run(home, *words, command=[*TORCHRUN, "2", str(program)])
     assert result.returncode == 0, result.stderr
     assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.cold  # a warm process has imported what a program imports too late
+@pytest.mark.linux
+@pytest.mark.parametrize("command", [["-m", "steps.only_dp"], ["train.py"]], ids=["steps", "train"])
+def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command: list[str]) -> None:
+    """A thread that still frees a tensor then would abort the process, which happens on a busy machine."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, os, runpy, sys; sys.path.insert(0, '.')\n"
+        "names = lambda: [open(f'/proc/self/task/{each}/comm').read() for each in os.listdir('/proc/self/task')]\n"
+        "atexit.register(lambda: print('threads:', *(name for name in names() if 'gloo' in name)))\n"
+        f"sys.argv[0:1] = {command[-1:]}\n"
+        f"runpy.run_{'module' if command[0] == '-m' else 'path'}({command[-1]!r}, run_name='__main__')\n"
+    )
+    words = [] if command[0] == "-m" else arguments(tmp_path / "run", 1, 1, **{"training.max_tokens": 64})
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    result = run(home, *words, command=[str(program)], **rank)
+    assert result.stdout.endswith("threads:\n"), result.stdout + result.stderr
