@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +104,30 @@ def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
     end-of-sequence token, are targets without text.
     """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    vocabulary = tokenizer.get_vocab()
+    single = [number for token, number in vocabulary.items() if re.fullmatch("<0x[0-9A-F]{2}>", token)]
 
-    def decode(ids: np.ndarray) -> str:
-        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+    def size_of(ids: np.ndarray) -> int:
+        # The decoder of tokens such as <0xE3> spoils all bytes beside a missing one, but none that are letters.
+        ids = np.where(np.isin(ids, single), vocabulary.get("<0x61>", 0), ids)
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return len(text.rstrip("\ufffd").encode())
+
+    def size_after(before: np.ndarray, ids: np.ndarray) -> int:
+        # A character, such as an emoji, that the bounds of rows cut counts where its last byte is.
+        return size_of(np.concatenate([before, ids])) - size_of(before)
 
     targets = size = 0
     if isinstance(rows, SomeRows) and isinstance(rows.rows, TextRows):
-        # A character, such as an emoji, that the bounds of a row cut counts in the row with its last byte.
-        for first in (rows.numbers * rows.rows.seq_length + 1).tolist():
-            before = max(0, first - CONTEXT)
-            bounds = (first + rows.rows.seq_length, 1), (first, -1)
-            texts = ((decode(rows.rows.tokens[before:end]).rstrip("\ufffd"), sign) for end, sign in bounds)
-            size += sum(sign * len(text.encode()) for text, sign in texts)
+        for row, number in zip(rows, rows.numbers, strict=True):
+            first = number * rows.rows.seq_length + 1
+            size += size_after(rows.rows.tokens[max(0, first - CONTEXT) : first], row.target_ids)
         return len(rows) * rows.rows.seq_length, size
-    count = max(1, DECODED // len(rows[0].target_ids))
+    count, before = max(1, DECODED // len(rows[0].target_ids)), rows[0].input_ids[: isinstance(rows, TextRows)]
     for first in range(0, len(rows), count):
         batch = [rows[i] for i in range(first, min(first + count, len(rows)))]
-        # Decoded together, because rows of text can begin and end within a character, such as the bytes of an emoji.
         parts = [row.target_ids if row.counted is None else row.target_ids[row.counted > 0] for row in batch]
         ids = np.concatenate(parts)
-        targets, size = targets + len(ids), size + len(decode(ids).encode())
+        targets, size = targets + len(ids), size + size_after(before, ids)
+        before = ids[-CONTEXT:]
     return targets, size
