@@ -49,6 +49,19 @@ def test_code_on_the_page_is_that_of_the_file(page: Path) -> None:
     assert text == make.paste_code(text), "run python -m docs.programs.make --code"
 
 
+def test_lines_that_a_page_names_are_in_their_functions() -> None:
+    """Outputs with stacks are not compared."""
+    text = "".join(page.read_text() for page in PAGES)
+    places = [(path, line, name) for name, path, line in re.findall(r"(\w+) \(([\w/]+\.py):(\d+)\)", text)]
+    places += re.findall(r'([\w/]+\.py)", line (\d+) in (\w+)', text)
+    assert places
+    files = [file.relative_to(ROOT) for pattern in ("*.py", "[!.]*/**/*.py") for file in ROOT.glob(pattern)]
+    for path, line, name in places:
+        (file,) = (file for file in files if f"picotron/{file}".endswith(path))
+        functions = re.findall(r"^ *def (\w+)", "\n".join(file.read_text().splitlines()[: int(line)]), re.MULTILINE)
+        assert functions[-1] == name, f"{path}:{line}"
+
+
 def test_first_diff_of_the_readme_is_data_parallelism_alone() -> None:
     """Its new lines are those of steps/only_dp.py, one after the other, without comments."""
     diff = re.search(r"^```diff\n(.*?)^```$", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
