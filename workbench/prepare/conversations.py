@@ -28,7 +28,9 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Ranges = list[tuple[int, int]]
 
-WEIGHTS = (WEIGHT, "train")  # keys of a message that say whether the loss counts it: 0 or 1, false or true
+WEIGHTS = (WEIGHT, "train")  # keys of a message that say whether the loss counts it
+# What their values mean, as texts: a .csv file has no other.
+COUNTED = dict.fromkeys(("0", "0.0", "false"), False) | dict.fromkeys(("1", "1.0", "true", "none"), True)
 # Roles of ShareGPT's "from". An observation is the result of a tool.
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 # Some templates print today's date. The same data should have the same tokens on all days and machines, so they get
@@ -98,7 +100,7 @@ def message_of(value: Message) -> Message:
         others = {key: value[key] for key in value if key not in ("from", "value")}
         if value["from"] == "function_call":
             return {"role": "assistant"} | call_of(value["value"]) | others
-        value = {"role": ROLES.get(value["from"], value["from"]), "content": value["value"]} | others
+        value = {"role": ROLES.get(str(value["from"]), value["from"]), "content": value["value"]} | others
     parts = value.get("content")
     if isinstance(parts, list):
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
@@ -189,10 +191,11 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 def is_counted(values: dict[str, Any]) -> bool:
     """Return whether the loss counts a message, or a record, by its keys of WEIGHTS."""
-    for key in WEIGHTS:
-        if (value := values.get(key)) not in (None, 0, 1):
-            raise UserError(f"{key}={value!r} should be 0 or 1; the loss counts a text as a whole, or not at all")
-    return all(values.get(key) in (None, 1) for key in WEIGHTS)
+    found = {key: COUNTED.get(str(values.get(key)).lower()) for key in WEIGHTS}
+    for key, counted in found.items():
+        if counted is None:
+            raise UserError(f"{key}={values[key]!r} should be 0 or 1; the loss counts a text as a whole, or not at all")
+    return all(found.values())
 
 
 class ChatTemplate:

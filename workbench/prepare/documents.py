@@ -116,7 +116,7 @@ def mix(streams: dict[str, Iterator[Any]], weights: dict[str, float], seed: int)
 def _load(name: str, section: DatasetSection, columns: Columns, limit: int | None) -> Documents:
     if name != PYTHON_STDLIB and not (os.path.exists(name) or glob.glob(name, recursive=True)):
         if _type(Path(name)) in READERS or Path(name).is_absolute() or name.startswith(".") or glob.has_magic(name):
-            raise UserError(f"dataset.name={name!r}: there is no such file or folder; check the path")
+            raise UserError(f"dataset {name!r}: there is no such file or folder; check the path")
         return _hub_documents(name, section, columns, limit)
     files = files_of(name, section, section.split)
     evaluated: list[Path] = []
@@ -137,16 +137,21 @@ def _load(name: str, section: DatasetSection, columns: Columns, limit: int | Non
         raise UserError(f"{given}, but {name} has no columns; use .jsonl, .json, .csv or .parquet files")
     with _user_errors(name):
         state = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    size = None if any(file.suffix in COMPRESSIONS for file in files) else sum(size for _, size, _ in state)
+    size = None if any(map(_compression, files)) else sum(size for _, size, _ in state)
     return Documents(name, repr(state), size, lambda: itertools.chain.from_iterable(read(f, columns) for f in files))
 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+def _compression(path: Path) -> str:
+    """Return the suffix of a file if it names a compression, else ""."""
+    return suffix if (suffix := path.suffix.lower()) in COMPRESSIONS else ""
+
+
 def _type(path: Path) -> str:
-    """Return the suffix of a file, without one that names a compression."""
-    return Path(path.stem if path.suffix in COMPRESSIONS else path).suffix
+    """Return the suffix of a file, in lower case, without one that names a compression."""
+    return Path(path.stem if _compression(path) else path).suffix.lower()
 
 
 def files_of(name: str, section: DatasetSection, split: str, logs: bool = True) -> list[Path]:
@@ -155,11 +160,13 @@ def files_of(name: str, section: DatasetSection, split: str, logs: bool = True) 
     Raises:
         UserError: it has no such split or subset; see also `find_files`.
     """
+    if any(Path(name, each).exists() for each in ("dataset_dict.json", "dataset_info.json")):
+        raise UserError(f"{name} was written by save_to_disk of `datasets`; write files with its to_parquet instead")
     splits = splits_of(name, section.subset_name) if os.path.isdir(name) else {}
     if split not in (splits or {"train"}) or (section.subset_name and not splits):
         key = f"dataset.subset_name={section.subset_name!r}" if section.subset_name else f"dataset.split={split!r}"
         raise UserError(
-            f"{key}, but {name} has only the split {' and '.join(map(repr, splits)) or repr('train')}; change the key, or name "
+            f"{key}, but {name} has only {' and '.join(map(repr, splits)) or repr('train')}; change the key, or name "
             f"a pattern of files (training.num_samples selects the first documents)"
         )
     return python_stdlib() if name == PYTHON_STDLIB else find_files(name, splits.get(split), logs)
@@ -214,7 +221,7 @@ def find_files(name: str, wanted: Container[Path] | None, logs: bool) -> list[Pa
             f"dataset.name={name!r} should have files of one of the types {', '.join(READERS)}, or text such as .md, but it has {has}; name a "
             f"file, a pattern or a folder with files of one type"
         )
-    unpacked = Counter(path.with_suffix("") if path.suffix in COMPRESSIONS else path for path in files)
+    unpacked = Counter(path.with_suffix("") if _compression(path) else path for path in files)
     if twice := next((path for path, count in unpacked.items() if count > 1), None):
         raise UserError(f"{name} has {twice.name} more than once, compressed and not; remove one of the files")
     every, files = files, [path for path in files if wanted is None or path.resolve() in wanted]
@@ -278,7 +285,7 @@ COMPRESSIONS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file, which may be compressed."""
-    with _user_errors(path), COMPRESSIONS.get(path.suffix, functools.partial(open, mode="rb"))(path) as file:
+    with _user_errors(path), COMPRESSIONS.get(_compression(path), functools.partial(open, mode="rb"))(path) as file:
         yield file
 
 

@@ -371,7 +371,7 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, skips:
         for note, records in notes.items():
             logger.warning("%s in %d of %d conversations", note, records, total)
         if files["tokens"].tell() == 0:
-            raise UserError(f"dataset.name={documents.name!r} has no text; choose other data")
+            raise UserError(f"dataset.name={documents.name!r} has no text, or none that counts; choose other data")
         progress.update((documents.size or progress.n) - progress.n)  # sizes of records are approximate
 
 

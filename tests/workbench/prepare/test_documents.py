@@ -172,7 +172,7 @@ def test_a_folder_has_the_splits_of_load_dataset(tmp_path: Path, seed: int) -> N
         return
     for split in {*expected, "train", "test"}:
         if split not in expected:
-            with pytest.raises(UserError, match="has only the split"):
+            with pytest.raises(UserError, match="has only"):
                 documents_of(folder, split=split)
         else:
             assert sorted(texts(documents_of(folder, split=split))) == sorted(expected[split]["text"])
@@ -202,7 +202,7 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / f"0.{kind}").write_bytes(content)
     (tmp_path / f"1.{kind}.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]) + b"\0" * 9)
     (tmp_path / f"2.{kind}.bz2").write_bytes(bz2.compress(content))
-    (tmp_path / f"3.{kind}.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    (tmp_path / f"3.{kind}.ZST").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
     (tmp_path / f"4.{kind}.xz").write_bytes(lzma.compress(content))
     plain = list(texts(documents_of(tmp_path / f"0.{kind}")))
     assert plain == ([content.decode()] if kind == "txt" else [record["text"] for record in RECORDS])

@@ -72,7 +72,7 @@ def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
     [
         ({"dataset__name": "./no/such/file.txt"}, "there is no such file or folder"),
         ({"dataset__name": "nobody/no-such-data"}, "cannot be loaded"),
-        ({"dataset__name": "@/good.jsonl", "dataset__split": "nonsense"}, "has only the split 'train'"),
+        ({"dataset__name": "@/good.jsonl", "dataset__split": "nonsense"}, "has only 'train'"),
         ({"model__tokenizer": "@"}, "cannot load a tokenizer from"),
         ({"model__tokenizer": "@/tokenizer", "vocab_size": 61}, "has 300 tokens, but the model's vocab_size is 61"),
         # transformers reads every tokenizer beside a qwen2 model as a Qwen2Tokenizer
