@@ -119,11 +119,11 @@ def reject(word: str) -> None:
 def parse_values(key: str, words: list[str]) -> list[Any]:
     """Parse the words after a flag. For a boolean key, no word means true."""
     if not words and type_of(key) is not bool:
-        raise UserError(f"--{short_name(key)} needs a value")
+        raise UserError(f"--{key} needs a value")
     values = [read_value(key, word) for word in words] or [True]
     for value, count in Counter(map(canonical_json, values)).items():
         if count > 1:
-            raise UserError(f"--{short_name(key)} contains {value} more than once; remove the duplicates")
+            raise UserError(f"--{key} contains {value} more than once; remove the duplicates")
     return values
 
 
@@ -185,10 +185,8 @@ def memory_of(options: argparse.Namespace, hardware: Hardware | None) -> float |
     return hardware.gib if options.gib is None and hardware is not None else options.gib
 
 
-def find_best(
-    options: argparse.Namespace, choices: Choices, base: dict[str, Any], hardware: Hardware
-) -> list[Combination]:
-    """Return the combinations that `--best` asks for, best first."""
+def check_best(options: argparse.Namespace, choices: Choices) -> None:
+    """Raise a UserError unless the layouts that `--best` compares do the same work."""
     if options.world_size is None or len(options.world_size) > 1 or len(choices.get(GLOBAL_BATCH, [])) != 1:
         raise UserError("--best compares layouts of one size and one batch: give --world_size and --global_batch_size")
     for key, values in choices.items():
@@ -196,6 +194,12 @@ def find_best(
             raise UserError(
                 f"--best compares layouts of one model: give one value of --{short_name(key)}, not {len(values)}"
             )
+
+
+def find_best(
+    options: argparse.Namespace, choices: Choices, base: dict[str, Any], hardware: Hardware
+) -> list[Combination]:
+    """Return the combinations that `--best` asks for, best first."""
     tried = list(candidates(base, combinations(choices, options.world_size, base)))
     if not tried:
         raise UserError(
@@ -209,7 +213,7 @@ def find_best(
         text = ", ".join(f"{short_name(key)} {value}" for key, value in least.values.items())
         raise UserError(
             f"no layout of {options.world_size[0]} ranks fits into {usable(gib)}; the smallest one needs more than "
-            f"{least.gib:.1f} GiB: {text}; use more ranks, or training.optimizer_states that need less"
+            f"{least.gib:.3g} GiB: {text}; use more ranks, or training.optimizer_states that need less"
         )
     print_line(
         f"{len(tried):,} combinations of {options.world_size[0]} ranks can run; these are the fastest layouts that fit into "
@@ -251,8 +255,9 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     base = read_config(Path(options.config or TEMPLATE))
     folder = Path(options.out_dir, options.exp_name)
     hardware = None
-    if options.best is not None and options.hardware is None:
-        options.hardware = "this"
+    if options.best is not None:
+        check_best(options, choices)
+        options.hardware = options.hardware or "this"
     if options.hardware is not None:
         on_device = ("distributed.use_cpu", "environment.OMP_NUM_THREADS")
         _, config = make_config(base, {key: choices[key][0] for key in on_device if key in choices})

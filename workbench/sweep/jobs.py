@@ -115,7 +115,8 @@ def find_jobs(folder: Path) -> list[Job]:
     for path, subfolders, files in os.walk(folder):
         if "config.json" in files and not is_model(Path(path)):
             subfolders.clear()
-            jobs.append(Job(Path(path), os.path.relpath(path, folder)))
+            name = os.path.relpath(path, folder)
+            jobs.append(Job(Path(path), Path(path).resolve().name if name == "." else name))
     if not jobs:
         raise UserError(f"no config of a run in or below {folder}; write some with create_config.py --out_dir {folder}")
     return sorted(jobs, key=lambda job: job.name)

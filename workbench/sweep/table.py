@@ -97,7 +97,6 @@ def read_run(job: Job) -> Run:
     if status == "unknown":
         problem = problem or "status.txt has no status"
     records, damage = read_records(folder / "metrics.jsonl")
-    name = job.folder.resolve().name if job.name == "." else job.name
     try:
         found = read_object(job.forecast_file) if job.forecast_file.exists() else {}
         forecast = {
@@ -112,7 +111,7 @@ def read_run(job: Job) -> Run:
     losses = field_values(records, "loss")
     if status in ("completed", "") and losses and not losses[-1] <= DIVERGED * losses[0]:
         status = "diverged"
-    return Run(name, status, config, records, problem or damage, forecast)
+    return Run(job.name, status, config, records, problem or damage, forecast)
 
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -89,7 +89,7 @@ def test_config_is_the_base_config_with_the_values_of_the_flags(tmp_path: Path) 
     words += " --use_fused_adam false --training.learning_rate 1e-3 --logging.trace_steps [1,2]"
     folder = create(tmp_path, *words.split())
     assert configs(folder) == {
-        ".": {
+        "exp": {
             "distributed": {"use_cpu": True, "pp_size": 2, "tp_size": 2, "pp_engine": "zb_h1"},
             "model": BASE["model"] | {"num_hidden_layers": 6, "use_fused_adam": False},
             "training": BASE["training"] | {"seq_length": 32, "micro_batch_size": 7, "learning_rate": 1e-3},
@@ -108,7 +108,7 @@ def test_experts_are_split_over_all_numbers_of_ranks_that_divide_them(tmp_path: 
         return set(configs(create(tmp_path, "--world_size", 4, *words, base=base, exp_name=f"sweep{len(words)}")))
 
     assert {name for name in names() if "ep4" in name} == {f"dp{dp}_pp1_cp{4 // dp}_tp1_ep4" for dp in (1, 2, 4)}
-    assert names("--tp", 2) == {"."}
+    assert names("--tp", 2) == {"sweep2"}
     assert names("--tp", 2, "--ep", 1, 2) == {"ep1", "ep2"}
     words = ("--world_size", 4, "--global_batch_size", 8, "--hardware", "H100", "--best", 1)
     assert "no forecast" in error_message(tmp_path, *words, base=base)
@@ -136,7 +136,7 @@ def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.
     base = tmp_path / "theirs.json"
     base.write_text(json.dumps(BASE | {"environment": {"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "1"}}))
     folder = create(tmp_path, base=str(base))
-    assert configs(folder)["."]["environment"] == {"OMP_NUM_THREADS": "1"}
+    assert configs(folder)["exp"]["environment"] == {"OMP_NUM_THREADS": "1"}
     assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "hf_secret" not in "".join(capsys.readouterr())
 
