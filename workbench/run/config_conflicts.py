@@ -58,11 +58,10 @@ def conflicts(config: Config) -> Iterator[str]:
             f"checkpoint.keep_best=true needs evaluations and old checkpoints to delete, but training.eval_frequency="
             f"{training.eval_frequency} and checkpoint.keep_last={config.checkpoint.keep_last}; set both, or remove the key"
         )
-    if config.logging.sample_prompt and (not training.eval_frequency or layout.dp_engine == "zero3"):
-        yield (
-            f"logging.sample_prompt needs evaluations and weights in memory, but training.eval_frequency="
-            f"{training.eval_frequency} and distributed.dp_engine={layout.dp_engine!r}; change that, or remove the prompt"
-        )
+    if config.logging.sample_prompt and not training.eval_frequency:
+        yield "logging.sample_prompt needs evaluations, but training.eval_frequency=0; set it, or remove the prompt"
+    if config.logging.sample_prompt and layout.dp_engine == "zero3":
+        yield "logging.sample_prompt needs weights in memory, which distributed.dp_engine='zero3' frees; change one"
     if dataset.eval_split and not dataset.eval_name:
         yield f"dataset.eval_split={dataset.eval_split!r} is a split of dataset.eval_name, which is null; set both"
 

@@ -249,10 +249,11 @@ def parse_command_line(arguments: list[str]) -> Options:
     parser = config_parser("Train a Llama-like model.")
     parser.add_argument("--config", help="JSON file with the config of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
+    instead = parser.add_mutually_exclusive_group()
     text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
-    parser.add_argument("--explain", action="store_true", help=text)
+    instead.add_argument("--explain", action="store_true", help=text)
     text = "print the loss and the bits per byte of the model on a data set, any that dataset.name may be, and exit"
-    parser.add_argument("--evaluate", metavar="NAME", help=text)
+    instead.add_argument("--evaluate", metavar="NAME", help=text)
     text = "with --explain: also forecast the time of a step on H100, H200, A100, L40S, RTX4090, this or a JSON file"
     parser.add_argument("--hardware", metavar="NAME", help=text)
     text = "with --explain: say whether a rank fits into this memory; by default into that of --hardware"

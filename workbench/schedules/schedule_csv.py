@@ -41,7 +41,7 @@ def read_programs(path: str | Path) -> list[list[AnyAction]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}") from None
+        raise UserError(f"cannot read the schedule {str(path)!r}: {first_line(error)}; check the file") from None
     return parse_csv(text, f"{str(path)!r}")
 
 

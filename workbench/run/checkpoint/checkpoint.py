@@ -100,9 +100,9 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
     """
     path = folder / STATE_FILE
     if not os.path.isdir(folder):  # False without permission, unlike `Path.is_dir`
-        raise UserError(f"{folder} is not a folder; use a checkpoint, a model folder, or 'latest'")
+        raise UserError(f"{folder} is not a folder; use a checkpoint or a model folder")
     if folder.name.endswith(UNFINISHED):
-        raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one, or 'latest'")
+        raise UserError(f"{folder} is an incomplete checkpoint; use an earlier one")
     try:
         exists = path.exists()
     except OSError as error:
