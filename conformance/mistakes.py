@@ -355,7 +355,10 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "x, all_gather, lambda y: y.chunk(dist.get_world_size())[dist.get_rank()].clone()", "step tp2"),
         ("tp: mean_instead_of_sum", "reduce_scatter, all_gather",
          "lambda y: reduce_scatter(y) / dist.get_world_size(), all_gather", "step tp2"),
-        ("tp: norm_counts_copies", "in split else 1 / ranks", "in split else 1.0", "step tp2")],
+        ("tp: norm_counts_copies", "in split else 1 / ranks", "in split else 1.0", "step tp2"),
+        ("tp: key_heads_in_another_order", "        attention, mlp = layer.self_attn, layer.mlp\n",
+         "        attention, mlp = layer.self_attn, layer.mlp\n        keys = attention.k_proj.weight\n"
+         "        keys.data = keys.data.unflatten(0, (2, -1, attention.head_dim)).flip(1).flatten(0, 2)\n", "step tp2")],
 }  # fmt: skip
 
 # The mistakes that a page of docs/ shows, each in one sentence.
@@ -414,7 +417,7 @@ SHOWN = {
         "one_stream_of_draws": "All prompts of a group draw from one stream of random numbers."},
 }  # fmt: skip
 
-# Threads of public trackers that report such mistakes, and the places that a trace names.
+# Threads of public trackers that report such mistakes, if there is one, and the places that a trace names.
 REPORTED = {
     "head_norms_not_summed": ("NVIDIA/Megatron-LM#7452", r"gradient of \S*self_attn\.[qk]_norm\.weight .* one term of a sum"),
     "shared_heads_not_summed": ("bigcode-project/Megatron-LM#37", r"gradient of \S*self_attn\.[kv]_proj\.weight .* one term of a sum"),
@@ -447,6 +450,7 @@ REPORTED = {
     "tp: backward_not_summed": ("NovaSky-AI/SkyRL#1886", r"gradient of \S*layers\.1\.post_attention_layernorm output"),
     "tp: mean_instead_of_sum": ("vllm-project/vllm#33088", r"layers\.0\.self_attn\.o_proj output .* is 0\.5 times"),
     "tp: norm_counts_copies": ("NVIDIA-NeMo/RL#3788", "the gradient norm"),
+    "tp: key_heads_in_another_order": ("", r"k_proj \+ .*weight on rank 0 has heads \[1, 0\] .* it is loaded wrongly"),
 }  # fmt: skip
 
 MISTAKES = {

@@ -161,7 +161,7 @@ def main() -> int:
     options = parser.parse_args()
     names = SHOWN[options.page] if options.page else options.only
     chosen = [name for name in names if options.room in MISTAKES[name].file]
-    chosen = [name for name in chosen if MISTAKES[name].place or not options.reported]
+    chosen = [name for name in chosen if all(MISTAKES[name][-2:]) or not options.reported]
     own, found = threading.local(), dict[str, str]()  # a thread's copy of the checkout; the check that finds a mistake
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
 

@@ -28,7 +28,7 @@ import transformers
 import transformers.models.llama.modeling_llama  # so that forked processes need not import it
 
 from conformance.case import Case
-from conformance.result import NotOffered, kind_of, write_outcome
+from conformance.result import NotOffered, Result, kind_of, write_outcome
 from conformance.trace_recorder import recording
 
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # macOS may crash after a fork
@@ -54,8 +54,10 @@ def run_rank(adapter: Path, case: Case, rank: int) -> None:
     try:
         module = load_adapter(adapter)
         with recording(case, rank):
-            found = module.run(case).local()
-        write_outcome(path, "result", vars(found))
+            found = module.run(case)
+        if not isinstance(found, Result):
+            raise TypeError(f"run(case) should return a Result, not {type(found).__name__}")
+        write_outcome(path, "result", vars(found.local()))
     except NotOffered as error:
         write_outcome(path, "not offered", str(error))
     except BaseException:

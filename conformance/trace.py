@@ -353,7 +353,9 @@ class Trace:
                     self.first = where | {"ranks": ranks}
                 if phase == Phase.NORM:
                     text = self.say.clipping(step)
-                    if difference is not None and (difference.step, difference.name) == (step + 1, ""):
+                if difference is not None and (difference.step, difference.name) == (step + 1, ""):
+                    is_late = difference.what == "evaluation"  # that of the updated weights
+                    if phase == (Phase.UPDATE if is_late else Phase.NORM) and not (is_late and text):
                         text = self.say.number(difference)
                 if text:
                     return f"step {step + 1}: {text}"

@@ -1,13 +1,12 @@
 """Sentences about the first wrong tensor of a run: where it is, what it is instead, and what before it is equal."""
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conformance.compare import LIMIT, Difference, factor_of, unequal
-from conformance.trace_places import Key, Local, rows_alike
+from conformance.trace_places import Key, Local, Phase, rows_alike
 
 LOADED = ", before the first step: it is loaded wrongly"
 PLACES = {  # of a tensor of each phase: name, and what follows after the sentence about it
@@ -85,7 +84,8 @@ class Sentences:
         rows = bad.any(1)
         if (c := factor_of(x[rows], want[rows])) is not None and abs(c - 1) > 1e-9:
             hint = f" is {times(c)} times what it should be" if c else " is 0"
-            return hint + ("" if rows.all() or is_weight else f", in {self.tokens(each.rows[rows])}")
+            places = f"rows {spans(each.rows[rows].tolist())}" if is_weight else self.tokens(each.rows[rows])
+            return hint + ("" if rows.all() else f", in {places}")
         if is_weight and (hint := one_term(self.trace.peers(each), want)):
             return hint
         if not is_weight and x.size(1) == whole.size(1) and (hint := self.elsewhere(each, x, whole, rows)):
@@ -131,18 +131,46 @@ class Sentences:
         if counts.min() < counts.max():
             few = self.part(key, counts < counts.max())
             return f"{weight}: {few} are on {counts.min()} ranks, others on {counts.max()}{LOADED}"
-        config = self.trace.config
-        q_name = re.sub(r"\.[kv]_proj$", ".q_proj", key[2])
-        for each in right if q_name != key[2] else ():
-            width, left = divmod(len(counts), config.num_key_value_heads)
-            places = self.trace.places.get((each.rank, q_name, key[3]))
-            if places is not None and each.rows is not None and not left:
-                queries = config.num_attention_heads // config.num_key_value_heads  # of a key/value head
-                used, held = {*(places[0] // width // queries).tolist()}, {*(each.rows // width).tolist()}
-                if not used <= held:
-                    heads = f"{spans(sorted(held))}, but its query heads use {spans(sorted(used))}"
-                    return f"{weight} on rank {each.rank} has heads {heads}{LOADED}"
+        for rank in sorted({each.rank for each in right}) if "k_proj" in key[2] else ():
+            if text := self.wrong_heads(key, rank):
+                return f"{weight} on rank {rank} has {text}{LOADED}"
         return ""
+
+    def wrong_heads(self, key: Key, rank: int) -> str:
+        """Say that a rank's key/value heads are not those of its query heads, or in another order; "" if its attention
+        is right, as with an order of the trainer's own, or of shards that are stored only.
+        """
+        config, attention = self.trace.config, key[2].partition(".self_attn.")[0] + ".self_attn"
+        outputs = self.trace.at.get((key[0], Phase.FORWARD, f"{attention}.o_proj", "input"), [])
+        kv, count = config.num_key_value_heads, config.num_attention_heads
+        q, k, v = (
+            self.heads_of(key, f"{attention}.{name}_proj", rank, n) for name, n in (("q", count), ("k", kv), ("v", kv))
+        )
+        is_right = all(self.trace.is_right(each) is not False for each in outputs if each.rank == rank)
+        if is_right or not (len(q) and len(k) and len(v)):
+            return ""
+        used, keys, values = ((rows[:, 0] // rows.size(1)).tolist() for rows in (q, k, v))
+        used, times = [head // (count // kv) for head in used], max(1, len(q) // len(k))
+        if not {*used} <= {*keys}:
+            return f"heads {spans(sorted(keys))}, but its query heads use {spans(sorted({*used}))}"
+        if keys != values or used not in ([head for head in keys for _ in range(times)], keys * times):
+            return f"heads {keys} in this order, but its v_proj {values}, and its query heads use {used}"
+        inside = torch.cat([q, k]) % q.size(1)
+        return (
+            "" if (inside == inside[0]).all() else "other rows in the places of a head than another head or its q_proj"
+        )
+
+    def heads_of(self, key: Key, name: str, rank: int, count: int) -> Tensor:
+        """Return the rows of a weight, or of its part of a joined one, that a rank has: (heads of the rank, width)."""
+        for (other, joined, kind), (rows, _) in self.trace.places.items():
+            names = joined.split(" + ")
+            if (other, kind) == (rank, "weight") and name in names:
+                lengths = [len(self.trace.right[*key[:2], each, kind].x) for each in names]
+                start, length = sum(lengths[: names.index(name)]), lengths[names.index(name)]
+                own = rows[(rows >= start) & (rows < start + length)] - start
+                if len(own) % (length // count) == 0:
+                    return own.view(-1, length // count)
+        return torch.empty(0, 1)
 
     def number(self, difference: Difference) -> str:
         of = f" of {difference.name}" if difference.name else ""

@@ -263,6 +263,8 @@ def test_only_the_last_bits_of_rotary_tables_may_differ(tmp_path: Path) -> None:
     slightly = "p.grad.mul_(1 + 1e-7).clone() for"
     path.write_text(source.replace("p.grad.clone() for", slightly))
     assert checker_of(DDP).check("step", "dp2", adapter=path).verdict == "differs"  # the tables are equal
+    path.write_text(source.replace("case.learning_rates[step]", "float(torch.tensor(case.learning_rates[step]))"))
+    assert checker_of(DDP).check("run", "dp2", adapter=path).verdict == "differs"  # from the second step on
 
 
 @pytest.mark.processes
@@ -329,12 +331,21 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(tmp_path: Path)
     row = checker.check("step", "dp2")
     assert row.verdict == "crashed"
     assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
+    path.write_text(source.replace(line, f"        rank and __import__('os')._exit(1)\n{line}"))
+    assert checker.check("step", "dp2").detail == "rank 1 has ended its process"
 
 
 def status_of(*words: Any) -> int:
     """Return the exit status of `python -m conformance` with these words."""
     with mock.patch.object(sys, "argv", ["conformance", *map(str, words)]):
         return main()
+
+
+@pytest.mark.parametrize("line", ["LACKS = ('mask',)", "LACKS = 'masks'", "KNOWN = {('step', 'dp1'): 'because'}"])
+def test_a_wrong_list_of_an_adapter_is_a_sentence(line: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter.py").write_text(f"{line}\nCHAPTERS = ('step',)\ndef run(case): ...\n")
+    with pytest.raises(SystemExit, match=line.partition(" ")[0]):
+        status_of(tmp_path / "adapter.py", "--layouts", "dp1")
 
 
 def test_a_run_that_checks_nothing_is_no_success(tmp_path: Path) -> None:

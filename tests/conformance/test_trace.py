@@ -13,6 +13,7 @@ from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
+FSDP = "conformance/adapters/torch_fsdp.py"
 
 
 @functools.cache
@@ -35,6 +36,7 @@ FAST = (
     "ring: stale_keys_in_backward",
     "tp: joined_matrix_split_as_one",
     "tp: backward_not_summed",
+    "tp: key_heads_in_another_order",
 )
 
 
@@ -59,6 +61,7 @@ RECOMPUTED = (
     [
         (PLAIN_TP, "run", "tp2", "", ""),  # (T, B, D), joined matrices and other names
         (DDP, "run", "dp2", "", ""),  # each document is a padded row
+        (FSDP, "step", "dp4 kv1", "", ""),  # shards that are stored only, not the heads that a rank computes
         (DDP, "step", "dp2", "logits_of(model, piece)", RECOMPUTED.format(False)),
     ],
 )
@@ -68,6 +71,22 @@ def test_nothing_is_wrong_where_all_is_equal(
     row = traced(tmp_path, adapter, chapter, layout, old, new)
     assert row.verdict == "equal"
     assert re.fullmatch(r"traced: [1-9]\d+ tensors of \d+ of 30 modules are equal", row.trace), row.trace
+
+
+EVALUATED = """        result.grad_norms.append(norm.item())
+        with torch.no_grad():
+            own = case.evaluation()
+            losses = case.token_losses(logits_of(model, own), own["target_ids"]) * weights_of(own)
+        result.evaluations.append((losses.sum() / weights_of(own).sum()).item())
+"""
+
+
+@pytest.mark.processes
+def test_an_update_is_wrong_before_the_evaluation_after_it(tmp_path: Path) -> None:
+    path, source = tmp_path / "variant.py", Path(DDP).read_text().replace("_rates[step]", "_rates[step] * 1.01")
+    path.write_text(source.replace("        result.grad_norms.append(norm.item())\n", EVALUATED))
+    row = checker_of(DDP).check("step", "dp2", adapter=path, evaluates=True)
+    assert (row.difference["what"], row.wrong["phase"]) == ("evaluation", "UPDATE"), row
 
 
 @pytest.mark.processes
