@@ -285,9 +285,8 @@ class Checker:
             results = [dataclasses.replace(results[0], weights=read_weights(case)[0].weights), *results[1:]]
         errors, difference = compare(results, right, case.first_step, limits)
         reason, most = self.limits_of_known(row)
-        if (
-            right.losses and not case.first_step
-        ):  # before any update, few other mistakes change the last bits of the loss
+        # Before any update, few other mistakes change the last bits of the loss.
+        if right.losses and not case.first_step:
             errors_of_first = [abs(each.losses[0] / right.losses[0] - 1) for each in results if len(each.losses)]
             self.has_other_tables = max(errors_of_first, default=0.0) > 1e-3 * LIMIT
         if difference is not None and limits is None and difference.error < ROTARY and self.has_other_tables:

@@ -156,9 +156,8 @@ class Sentences:
         if keys != values or used not in ([head for head in keys for _ in range(times)], keys * times):
             return f"heads {keys} in this order, but its v_proj {values}, and its query heads use {used}"
         inside = torch.cat([q, k]) % q.size(1)
-        return (
-            "" if (inside == inside[0]).all() else "other rows in the places of a head than another head or its q_proj"
-        )
+        are_alike = (inside == inside[0]).all()
+        return "" if are_alike else "the rows of a head in another order than those of other heads, or of q_proj"
 
     def heads_of(self, key: Key, name: str, rank: int, count: int) -> Tensor:
         """Return the rows of a weight, or of its part of a joined one, that a rank has: (heads of the rank, width)."""
