@@ -76,7 +76,7 @@ oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make ch
 	$(OLDEST)/bin/python -m pytest -q -m "not slow and not processes" --ignore tests/docs/test_docs.py $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
-	$(BIN)/python -m conformance.fuzz --minutes 10 $(ARGS)
+	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
 
 mutants: $(STAMP) ## plant mistakes, and list which check finds each (ARGS="--only NAME", --room ROOM)
 	$(BIN)/python -m conformance.mutants $(ARGS)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from conformance.fuzz.chat_templates import CHATML
 from conformance.worker_pool import WorkerPool
 from examples.dpo import batch_of, learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
+from tests.fuzz.chat_templates import CHATML
 from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
 from tests.support.oracle import assert_close
 from tests.support.samples import messages, with_template, write_jsonl

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from conformance.fuzz.chat_templates import CHATML, TOOLS
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
 from picotron.console import UserError
+from tests.fuzz.chat_templates import CHATML, TOOLS
 from tests.support.examples import load, make_trainer, results, save_model, save_weights
 from tests.support.oracle import assert_close, our_model
 from tests.support.program import options

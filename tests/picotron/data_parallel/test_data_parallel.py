@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.fuzz.pipelines import WRAPPERS
 from conformance.worker_pool import WorkerPool
 from picotron.config import Training
 from picotron.console import UserError
@@ -13,6 +12,7 @@ from picotron.model.llama import Llama
 from picotron.model.placement import main_grad, place
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import new_groups, setup_process_group_manager
+from tests.fuzz.pipelines import WRAPPERS
 from tests.support.oracle import assert_close, make_config, tiny_llama
 from tests.support.training import full_tensor
 from workbench.explain.fake_group import fake_rank

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from conformance.fuzz.chat_templates import CHATML
-from conformance.fuzz.tokenizer_kinds import make_tokenizer
+from tests.fuzz.chat_templates import CHATML
+from tests.fuzz.tokenizer_kinds import make_tokenizer
 from tests.support.oracle import tiny_llama
 from tests.support.samples import read_jsonl, write_jsonl
 from workbench.generation import program

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from conformance.fuzz.chat_templates import CHATML, TOOLS
-from conformance.fuzz.tokenizer_kinds import KINDS
+from tests.fuzz.chat_templates import CHATML, TOOLS
+from tests.fuzz.tokenizer_kinds import KINDS
 from tests.workbench.generation.conftest import Complete, continued, save_tokenizer
 from workbench.generation.prompts import CompletionPrinter, Encoder
 

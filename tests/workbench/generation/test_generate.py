@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
-from conformance.fuzz.tokenizer_kinds import make_tokenizer
 from picotron.console import UserError
+from tests.fuzz.tokenizer_kinds import make_tokenizer
 from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN
 from tests.support.samples import read_jsonl

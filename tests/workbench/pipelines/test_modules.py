@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.process_group_manager import setup_process_group_manager
+from tests.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from tests.support.nccl_programs import recorded_rank
 from tests.support.oracle import make_config
 from tests.support.training import CPU

@@ -10,9 +10,9 @@ import pandas
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conformance.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT, TEMPLATES
 from picotron.config import Config
 from picotron.console import UserError
+from tests.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT, TEMPLATES
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import CHAT, PROMPTS, config_of, encode, split, with_template, write_jsonl
 from workbench.prepare.tokens import write_tokens

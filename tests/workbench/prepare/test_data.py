@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from conformance.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import TextRows, epoch_order
+from tests.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from tests.support.oracle import make_config, random_tokens, tiny_llama
 from tests.support.samples import config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens

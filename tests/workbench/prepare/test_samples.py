@@ -12,9 +12,9 @@ import pandas
 import pytest
 from transformers import AutoTokenizer
 
-from conformance.fuzz.chat_templates import CHATML, LLAMA3, MARKED, TOOLS
-from conformance.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from picotron.console import UserError
+from tests.fuzz.chat_templates import CHATML, LLAMA3, MARKED, TOOLS
+from tests.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import (
     CHAT,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conformance.fuzz.chat_templates import CHATML
 from conformance.models import FAMILIES
+from tests.fuzz.chat_templates import CHATML
 from tests.support.oracle import assert_close, tiny_llama
 from workbench.run.checkpoint.writer import model_files
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from conformance.fuzz.cases import Case
-from conformance.fuzz.chat_templates import ENDLESS
-from conformance.fuzz.files import evaluated_of, records_of, tokenizer_of
 from picotron.config import Config
 from picotron.data.loader import Rows, epoch_order
+from tests.fuzz.cases import Case
+from tests.fuzz.chat_templates import ENDLESS
+from tests.fuzz.files import evaluated_of, records_of, tokenizer_of
 from workbench.prepare.tokens import write_tokens
 from workbench.run.model_config import load_model_config
 from workbench.run.rows import HELD_OUT, held_out_sequences

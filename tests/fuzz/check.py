@@ -10,15 +10,15 @@ from unittest import mock
 
 import torch
 
-from conformance.fuzz.cases import Case, smaller
-from conformance.fuzz.files import config_of, write_files
-from conformance.fuzz.pipelines import expected
-from conformance.fuzz.programs import expected_of_program
-from conformance.fuzz.reference import train_reference
-from conformance.fuzz.sequences import Mismatch
-from conformance.fuzz.work import run_part
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.console import UserError
+from tests.fuzz.cases import Case, smaller
+from tests.fuzz.files import config_of, write_files
+from tests.fuzz.pipelines import expected
+from tests.fuzz.programs import expected_of_program
+from tests.fuzz.reference import train_reference
+from tests.fuzz.sequences import Mismatch
+from tests.fuzz.work import run_part
 
 LIMIT = 1e-9
 SMALLEST_SCALE = 1e-4  # of the largest tensor: a gradient that is 0 in exact arithmetic has a rounding error

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from conformance.fuzz.cases import STEPS, Case
-from conformance.fuzz.chat_templates import TEMPLATES
-from conformance.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from picotron.config import Config
 from picotron.model.cross_entropy import IGNORE_INDEX
+from tests.fuzz.cases import STEPS, Case
+from tests.fuzz.chat_templates import TEMPLATES
+from tests.fuzz.tokenizer_kinds import WORDS, make_tokenizer
 from workbench.run.config_reader import override, parse_config
 
 VOCABULARY = 480  # of tokenizers

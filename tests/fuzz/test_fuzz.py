@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from conformance.fuzz.cases import CASES, SECTIONS, SEED, SIMPLE, Case, draw_case
-from conformance.fuzz.check import check
 from conformance.models import FAMILIES
 from conformance.worker_pool import WorkerPool
+from tests.fuzz.cases import CASES, SECTIONS, SEED, SIMPLE, Case, draw_case
+from tests.fuzz.check import check
 
 MODEL = SECTIONS["model"] | {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,7 +116,7 @@ def test_random_cases_equal_transformers(pool: WorkerPool, first: int) -> None:
     for number in range(first, first + GROUP):
         case = draw_case(SEED, number)
         result = check(pool, case)
-        command = f"python -m conformance.fuzz --seed {SEED} --first {number} --cases 1"
+        command = f"python -m tests.fuzz --seed {SEED} --first {number} --cases 1"
         assert result.outcome != "different", f"case {number}: {result.text}\n{case}\nto simplify it: {command}"
 
 

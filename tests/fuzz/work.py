@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.fuzz.cases import Case
-from conformance.fuzz.files import config_of, own_batch, sequences_of
-from conformance.fuzz.losses import LOSSES, failing
-from conformance.fuzz.pipelines import train_stages
-from conformance.fuzz.programs import run_program
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.optimizer import clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
+from tests.fuzz.cases import Case
+from tests.fuzz.files import config_of, own_batch, sequences_of
+from tests.fuzz.losses import LOSSES, failing
+from tests.fuzz.pipelines import train_stages
+from tests.fuzz.programs import run_program
 from tests.support.oracle import drawn_weights
 from tests.support.training import Failure, all_stages, pipeline_of
 from workbench.own_loops.batches import MODEL_INPUTS, forward_batch, split_batch, train_batch

@@ -1,6 +1,6 @@
 """Look for a case in which picotron computes something else than transformers on one process.
 
-    make fuzz      or: python -m conformance.fuzz --minutes 10 --seed 7
+    make fuzz      or: python -m tests.fuzz --minutes 10 --seed 7
 
 draws a model, a layout, data and events, trains in processes that are kept, and compares losses, gradient norms, first
 gradients and final weights in float64. A case that differs is simplified, and printed as a command that repeats it.
@@ -19,15 +19,13 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch
 
-from conformance.fuzz.cases import draw_case
-from conformance.fuzz.check import check, shrink
 from conformance.worker_pool import WorkerPool
+from tests.fuzz.cases import draw_case
+from tests.fuzz.check import check, shrink
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m conformance.fuzz", description="Compare random cases with transformers."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Compare random cases with transformers.")
     parser.add_argument("--minutes", type=float, default=5.0, help="time after which no case begins [5]")
     parser.add_argument("--cases", type=int, default=10**9, help="number of cases [no limit]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases [0]")
@@ -62,7 +60,7 @@ def run_cases(pool: WorkerPool, options: argparse.Namespace) -> int:
             print(f"case {number} of seed {options.seed} differs: {result.text}", flush=True)
             case = shrink(pool, case)
             print(
-                f"  simplified: {check(pool, case).text}\n  python -m conformance.fuzz --case '{json.dumps(case)}'",
+                f"  simplified: {check(pool, case).text}\n  python -m tests.fuzz --case '{json.dumps(case)}'",
                 flush=True,
             )
         number += 1

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from conformance.fuzz.habits import HOOKS, RULES, Habits, drawn
-from conformance.fuzz.pipelines import TRAINING, WRAPPERS
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.model.placement import main_grad
 from picotron.optimizer import AdamW, clip_grad_norm
 from picotron.process_group_manager import setup_process_group_manager
+from tests.fuzz.habits import HOOKS, RULES, Habits, drawn
+from tests.fuzz.pipelines import TRAINING, WRAPPERS
 from tests.support.oracle import make_config, torch_adamw
 from workbench.variants.choose import make_optimizer
 

@@ -5,12 +5,12 @@ import random
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from conformance.fuzz.chat_templates import TEMPLATES
-from conformance.fuzz.pipelines import Case, draw_modules
-from conformance.fuzz.programs import draw_program
-from conformance.fuzz.tokenizer_kinds import KINDS
 from conformance.models import FAMILIES, WITH_EXPERTS
 from picotron.config import Training
+from tests.fuzz.chat_templates import TEMPLATES
+from tests.fuzz.pipelines import Case, draw_modules
+from tests.fuzz.programs import draw_program
+from tests.fuzz.tokenizer_kinds import KINDS
 from workbench.schedules.schedules import SCHEDULES
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23)

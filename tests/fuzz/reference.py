@@ -14,15 +14,15 @@ from torch import Tensor
 import conformance.case
 from conformance.case import weights_of
 from conformance.experts import named_as
-from conformance.fuzz.cases import STEPS, Case
-from conformance.fuzz.files import config_of, model_config, own_batch
-from conformance.fuzz.losses import LOSSES, log_probs_of, mean_of_counted
-from conformance.fuzz.sequences import Document, rows_of_case
 from conformance.models import move_biases
 from conformance.reference import train
 from picotron.config import Config, Training
 from picotron.data.loader import epoch_order
 from picotron.model.cross_entropy import IGNORE_INDEX
+from tests.fuzz.cases import STEPS, Case
+from tests.fuzz.files import config_of, model_config, own_batch
+from tests.fuzz.losses import LOSSES, log_probs_of, mean_of_counted
+from tests.fuzz.sequences import Document, rows_of_case
 from tests.support.oracle import case_of, oracle_model, our_model
 
 Batch = dict[str, Any]
