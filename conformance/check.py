@@ -122,9 +122,9 @@ class Checker:
         """Yield the rows of a run: chapter, layout, and another layout to resume in."""
         for chapter in only:
             own = getattr(self.adapter, "LAYOUTS", ())
-            default = [*FOUR, *PAIRS, *MODELS, *own] if chapter == "run" else SINGLE
+            default = [*FOUR, *PAIRS, *MODELS, *own] if chapter == "run" else [*SINGLE]
             if chapter == "mixed":  # on one rank, nothing but micro-batches adds to gradients
-                default = ("dp1", *SINGLE)
+                default = ["dp1", *SINGLE]
             default = [*dict.fromkeys([*SINGLE, *default, *PAIRS, *own])] if full else default
             own = layouts or [layout for layout in default if not self.refusal(chapter, layout, layout)]
             others = [*own[1:], own[0]] if len(set(own)) > 1 else ["dp1"] * len(own)

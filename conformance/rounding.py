@@ -141,18 +141,20 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
             for key, error in (every | factors_of(case, part.gradients, part.weights, want)).items():
                 errors.setdefault(key, []).append(error)
     spread = {key: root_mean_square(each) for key, each in errors.items()}
-    # The same tensors of all layers and steps vary alike, and the largest of their deviations is known better.
+    # The same numbers of all steps, and tensors of all layers, vary alike; the largest of their deviations is known
+    # better.
     alike = dict[tuple[str, str], float]()
     for (what, name, _), each in spread.items():
         group = what, re.sub(r"\d+", "", name)
         alike[group] = max(each, alike.get(group, 0.0))
     limits = dict[Key, float]()
     for (what, name, step), each in spread.items():
+        most = DEVIATIONS * alike[what, re.sub(r"\d+", "", name)]
         if what in FACTORS:
-            limits[what, name, step] = DEVIATIONS * alike[what, re.sub(r"\d+", "", name)]
+            limits[what, name, step] = most
             limits[f"spread of {what}", name, step] = each
         else:  # a number is a sum in float32 in any dtype
-            limits[what, name, step] = MEANS * each if name else DEVIATIONS * each + 8 * UNIT
+            limits[what, name, step] = MEANS * each if name else most + 8 * UNIT
     runs = [means_of({key: each[run] for key, each in errors.items()}, limits) for run in range(RUNS)]
     return limits | {key: DEVIATIONS * root_mean_square([run[key] for run in runs]) for key in runs[0]}
 

@@ -119,9 +119,9 @@ def targets_and_bytes(rows: Rows, tokenizer_folder: Path) -> tuple[int, int]:
 
     targets = size = 0
     if isinstance(rows, SomeRows) and isinstance(rows.rows, TextRows):
-        for row, number in zip(rows, rows.numbers, strict=True):
+        for number in rows.numbers.tolist():
             first = number * rows.rows.seq_length + 1
-            size += size_after(rows.rows.tokens[max(0, first - CONTEXT) : first], row.target_ids)
+            size += size_after(rows.rows.tokens[max(0, first - CONTEXT) : first], rows.rows[number].target_ids)
         return len(rows) * rows.rows.seq_length, size
     count, before = max(1, DECODED // len(rows[0].target_ids)), rows[0].input_ids[: isinstance(rows, TextRows)]
     for first in range(0, len(rows), count):
