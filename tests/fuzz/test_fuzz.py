@@ -22,6 +22,7 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
     config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
     config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
     config |= {"training.adam_eps": 1e-4}
+    config |= {key: changes.pop(key) for key in [*changes] if "." in key}
     for key, value in changes.items():
         section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "ep_", "sequence")) else "training"
         section = "checkpoint" if key == "async_save" else section
@@ -63,8 +64,11 @@ CORNERS: dict[str, Case] = {
     "one place of a tied matrix is frozen": {
         "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
     },
-    "moving biases of routers": case_of(dp=2, ep_size=2, router_bias_rate=0.1)
-    | {"model": MODEL | {"family": "dots1", **FAMILIES["dots1"][0]}},
+    "moving biases of routers, recomputation of some": case_of(
+        **{"dp": 2, "pp": 2, "ep_size": 2, "router_bias_rate": 0.1, "activation_checkpointing": "full"},
+        **{"schedule.pp_keep_activations": 1, "gradient_accumulation_steps": 5, "micro_batch_size": 1, "seq_length": 3},
+    )
+    | {"model": MODEL | {"family": "dots1", **FAMILIES["dots1"][0], "first_k_dense_replace": 0}},
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),

@@ -139,7 +139,7 @@ class Experts(nn.Module):
         inverse = order.argsort()
         rows = Permute.apply(tokens, order, inverse, self.chosen)
         counts = chosen.flatten().bincount(minlength=self.number)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not again, in backward
             self.load = self.load + counts
         outputs = self.run(self.experts, rows, counts)
         outputs = Permute.apply(outputs, inverse, order).unflatten(0, (-1, self.chosen))  # (N, k, D)
