@@ -1,6 +1,6 @@
 """Communication, which steps 2 to 11 use unchanged: groups of ranks; functions of (tensor, axis).
 
-All functions return a new tensor. Sizes and indices are in `size[axis]` and `rank[axis]`.
+No function works in place. Sizes and indices are in `size[axis]` and `rank[axis]`.
 """
 
 import argparse

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from picotron.console import UserError, first_line
-from workbench.console import text_table
+from picotron.console import UserError
+from workbench.console import first_line, text_table
 from workbench.drawing.score import SIZES, Setting, bound, published, ranking, settings
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedule_csv import read_csv
