@@ -4,7 +4,7 @@ This file is the table of contents of a run: config, process groups, data, model
 Each rank of the layout is a new process, which this one starts. On several machines, torchrun starts them.
 """
 
-import workbench.run.begin  # noqa: F401 -- before all that take long
+import workbench.run.begin  # noqa: F401 -- before the imports that take long
 
 # isort: split
 import logging

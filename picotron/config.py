@@ -104,7 +104,7 @@ class Distributed(Section):
 
 
 class Schedule(Section):
-    """The schedules and stages that the workbench has, which also checks them, see `Config.needs_workbench`."""
+    """Keys of pipelines that only the workbench has, and checks, see `Config.needs_workbench`."""
 
     pp_chunks: Positive | None = None
     """stages per pipeline rank, for interleaved_1f1b, looped_bfs and zb_h1; null: the default of the schedule"""

@@ -253,10 +253,10 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
     """Return the function from the step (0, 1, 2, ...) to the fraction of `learning_rate`: a linear warm-up, then a
     decay to `min_lr_ratio`.
 
-    The first step's fraction is not 0, which would waste the step. The last step's fraction is slightly larger than
-    `min_lr_ratio`, which is reached at `total_train_steps`. Cosine: Loshchilov and Hutter 2016, arXiv:1608.03983. WSD
-    (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395; until the decay begins, its fractions do not depend on
-    `total_train_steps`, so that a run can be resumed with more steps.
+    The first step's fraction is not 0, which would waste the step. `min_lr_ratio` is reached after the last step, at
+    `total_train_steps`: in a linear decay of n steps, the last one still has 1/n of the way to go. Cosine: Loshchilov
+    and Hutter 2016, arXiv:1608.03983. WSD (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395; until the decay
+    begins, its fractions do not depend on `total_train_steps`, so that a run can be resumed with more steps.
     """
     warmup, total, low = training.warmup_steps, training.total_train_steps, training.min_lr_ratio
     start = total - training.decay if training.lr_scheduler == "wsd" else warmup

@@ -1,7 +1,8 @@
-"""Programs on the terminal: tables, lines that nobody may read any more, and arguments."""
+"""Programs on the terminal: tables, lines that nobody may read any more, arguments, and errors of libraries."""
 
 import argparse
 import errno
+import json
 import logging
 import math
 import os
@@ -85,3 +86,16 @@ def number(kind: type[int] | type[float], least: float, most: float = sys.float_
         raise argparse.ArgumentTypeError(f"{word!r} should be {'an integer' if kind is int else 'a number'} {limits}")
 
     return parse
+
+
+def invalid_value(error: Any) -> str:
+    """Format an error of pydantic (an item of `ValidationError.errors()`) with the key and the value."""
+    key, value = ".".join(map(str, error["loc"])), json.dumps(error["input"], default=str)[:200]
+    return f"{key}={value}: {error['msg'].replace('Input should', 'it should')}"
+
+
+def first_line(error: Exception) -> str:
+    """First line of another library's error message, to be quoted in a message of ours, which names the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

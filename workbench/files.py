@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from picotron.console import UserError, first_line
+from picotron.console import UserError
+from workbench.console import first_line
 
 logger = logging.getLogger("picotron")
 

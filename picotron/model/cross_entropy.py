@@ -1,5 +1,5 @@
-"""Cross entropy of the head's logits, of which memory holds those of a few tokens at a time, and of which a rank
-computes those of its shard of the vocabulary only.
+"""Cross entropy without all logits in memory: they are computed for a few tokens at a time, and on each tp rank for its
+shard of the vocabulary only.
 """
 
 from collections.abc import Callable
@@ -167,7 +167,8 @@ def linear_cross_entropy(
     Args:
         x: (B, T, D), full; its gradient is partial.
         weight: (V/tp, D), this rank's shard of the vocabulary.
-        targets, target_weights: (B, T). A target whose weight is 0 can be any number.
+        targets, target_weights: (B, T). A target whose weight is 0 can be any number. Others are IGNORE_INDEX or
+            tokens, which is not checked here.
         compute_chunk: `chunk_loss`, or the same compiled.
     """
     wide = accumulation_dtype(x)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from picotron.collectives import accumulation_dtype
+from picotron.console import UserError
 from picotron.model.cross_entropy import (
     ChunkLoss,
     VocabularyShard,
@@ -107,7 +108,7 @@ class HeadNorm(RMSNorm):
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with a function that computes x W' + b: float8 and a backward in two halves have others."""
+    """`torch.nn.Linear` whose product x W' + b can be replaced, as by float8 and by a backward in two halves."""
 
     product: Callable[..., Tensor] = staticmethod(F.linear)
 
@@ -256,6 +257,9 @@ class Head(nn.Linear):
     def cross_entropy(self, x: Tensor, target_ids: Tensor, target_weights: Tensor | None = None) -> Tensor:
         """Compute the mean loss of predicting target_ids (B, T) from x (B, T, D), or the sum of the losses times
         target_weights (B, T). Targets that are IGNORE_INDEX count in neither. A scalar in float32 or wider.
+
+        The mean is over this rank's micro-batch, and NaN if none of its targets counts: pass weights where the numbers
+        of counted targets may differ.
         """
         return linear_cross_entropy(
             self.enter(x), self.weight, target_ids, self.vocabulary, target_weights, self.compute_chunk
@@ -324,7 +328,8 @@ class Llama(nn.Module):
 
         Args:
             input_ids: (B, T).
-            position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ...
+            position_ids: position of each token in its sequence, (B, T); by default 0, 1, 2, ..., but not with context
+                parallelism, where ranks have other tokens.
             hidden_states: input of the layers, (B, T, D), from the previous stage; by default the embedded input_ids.
             target_ids: tokens to predict, (B, T).
             target_weights: weight of each target in the loss, (B, T), which is then a sum; by default a mean.
@@ -333,6 +338,8 @@ class Llama(nn.Module):
         """
         x = self.embed(input_ids) if hidden_states is None else hidden_states
         if position_ids is None:
+            if self.cp_sharding:
+                raise UserError("with context parallelism, pass the position_ids of this rank's tokens")
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
         attend = attention_fn or self.attention_fn
         x = self.run_layers(x, position_ids, self.model.layers.values(), attend, self.checkpoint_activations)

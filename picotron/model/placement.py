@@ -30,10 +30,6 @@ class Shard:
     size: int
     replicas: int = 1  # number of tp ranks that hold this same shard
 
-    @property
-    def index(self) -> Index:
-        return (*[slice(None)] * self.dim, slice(self.start, self.stop))
-
     def full_shape(self, local: torch.Size) -> torch.Size:
         return torch.Size([*local[: self.dim], self.full_size, *local[self.dim + 1 :]])
 

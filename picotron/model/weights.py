@@ -82,7 +82,7 @@ def initial_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:
 
     A matrix consists of tiles of TILE rows and columns. Each tile has its own CPU generator, seeded by (seed, name,
     number of the tile), and a rank draws only the tiles that its shard overlaps. So the numbers do not depend on the
-    layout, and several threads can draw them.
+    layout, and several threads can draw them. (Seeds have 32 bits: matrices of a very large model can share tiles.)
     """
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     padding = None if config.pad_token_id is None else config.pad_token_id % config.vocab_size  # -1: the last row

@@ -14,7 +14,8 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from picotron.console import UserError, invalid_value
+from picotron.console import UserError
+from workbench.console import invalid_value
 from workbench.files import read_object
 from workbench.run.metrics import PEAK_BF16_FLOPS
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from picotron.console import UserError, first_line
-from workbench.console import print_line
+from picotron.console import UserError
+from workbench.console import first_line, print_line
 from workbench.files import parse_json
 from workbench.prepare.conversations import check_texts, in_some_form, messages_of, tools_of
 from workbench.prepare.text import start_of

@@ -98,6 +98,8 @@ def _check_rank(llama: Llama, batches: Sequence[Batch]) -> RankBatches:
         where = f"micro-batch {i}: "
         _check_input_ids(batch, where)
         ids = batch["input_ids"]
+        if "position_ids" not in batch:
+            raise UserError(f"{where}there are no position_ids; cut batches with trainer.split, or add them")
         for name in PER_TOKEN:  # a tensor of another shape could be broadcast, or have as many numbers in another order
             if name in batch and batch[name].shape != ids.shape:
                 found, shape = list(batch[name].shape), list(ids.shape)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from picotron.console import UserError, first_line
+from picotron.console import UserError
+from workbench.console import first_line
 from workbench.files import parse_json
 from workbench.prepare.documents import SYSTEM, TOOLS, WEIGHT
 from workbench.prepare.template_marks import Marks

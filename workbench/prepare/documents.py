@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from picotron.config import Dataset as DatasetSection
-from picotron.console import UserError, first_line
+from picotron.console import UserError
+from workbench.console import first_line
 from workbench.files import parse_json
 from workbench.prepare.text import Columns, cut
 from workbench.run.hub import connect, is_reachable

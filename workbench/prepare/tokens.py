@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.console import UserError, first_line
+from picotron.console import UserError
+from workbench.console import first_line
 from workbench.files import parse_json
 from workbench.prepare.cache import cached, sizes_of
 from workbench.prepare.documents import Documents, Record, load_documents

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from picotron.config import Config, Schedule, Section, leaf_of, read_string
-from picotron.console import UserError, invalid_value
-from workbench.console import Parser, number
+from picotron.console import UserError
+from workbench.console import Parser, invalid_value, number
 from workbench.files import read_object
 from workbench.run.config_conflicts import conflicts
 

@@ -23,9 +23,9 @@ import torch.distributed.nn  # imported later, its functions would keep the defa
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
-from picotron.console import UserError, first_line
+from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel
-from workbench.console import LinePrinter, print_line
+from workbench.console import LinePrinter, first_line, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.fork_server import STOP_SIGNALS
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedConfig
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
-from picotron.console import UserError, first_line
+from picotron.console import UserError
 from picotron.model.families import model_cost
-from workbench.console import print_line
+from workbench.console import first_line, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.run_folder import write_record
 

@@ -11,9 +11,10 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from picotron.config import Model as ModelSection
-from picotron.console import UserError, first_line, invalid_value
+from picotron.console import UserError
 from picotron.model.families import FAMILIES, differences, head_size
 from picotron.model.llama import ACTIVATIONS
+from workbench.console import first_line, invalid_value
 from workbench.files import read_object
 from workbench.run.hub import connect
 

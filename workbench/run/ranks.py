@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from picotron.console import UserError, first_line
-from workbench.console import print_line
+from picotron.console import UserError
+from workbench.console import first_line, print_line
 from workbench.run.fork_server import STOP_SIGNALS, start_fork_server
 from workbench.run.launch import exit_on_error, is_launched, logger, set_log_level, set_up_logging
 

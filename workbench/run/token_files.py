@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Dataset, default_of
-from picotron.console import UserError, first_line, invalid_value
+from picotron.console import UserError
+from workbench.console import first_line, invalid_value
 from workbench.files import read_object
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.with_keys import with_keys

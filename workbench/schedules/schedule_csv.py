@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from picotron.console import UserError, first_line
+from picotron.console import UserError
+from workbench.console import first_line
 from workbench.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
 from workbench.schedules.checker import check
 

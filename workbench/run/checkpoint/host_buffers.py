@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from picotron.console import first_line
+from workbench.console import first_line
 
 logger = logging.getLogger("picotron")
 

@@ -22,8 +22,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from picotron.console import UserError, first_line
+from picotron.console import UserError
 from picotron.model.placement import Index
+from workbench.console import first_line
 from workbench.files import read_object
 from workbench.run.hub import connect
 
