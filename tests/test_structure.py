@@ -21,7 +21,8 @@ LAYERS = """
     picotron.pipeline_parallel
     picotron.parallelize
 
-    workbench.console workbench.files
+    workbench.console
+    workbench.files
     workbench.run
     workbench.variants
     workbench.schedules workbench.prepare workbench.export

@@ -343,9 +343,7 @@ class Llama(nn.Module):
             position_ids = torch.arange(input_ids.size(1), device=x.device)[None]
         attend = attention_fn or self.attention_fn
         x = self.run_layers(x, position_ids, self.model.layers.values(), attend, self.checkpoint_activations)
-        if self.lm_head is None:
-            return x
-        return self.logits_or_loss(x, target_ids, target_weights, loss_fn)
+        return x if self.lm_head is None else self.logits_or_loss(x, target_ids, target_weights, loss_fn)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids: (B, T) -> (B, T, D)."""
