@@ -93,26 +93,27 @@ class Unit:
         self.gradients: dict[Tensor, Tensor] = {}
         self.arrived: Counter[Tensor] = Counter()
         self.work: dist.Work | None = None
-        self.is_full = True
+        self.is_full, self.is_coming = True, False
         self.free()
 
     def start_gather(self) -> None:
         """Start to gather the weights, unless they are there already."""
         if not self.is_full:
             check_not_replaced(self.parameters, self.freed, self.module)
-            self.is_full = True
+            self.is_full = self.is_coming = True
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.full[self.own] = self.shard
-            for parameter, view in zip(self.parameters, self._views(self.full), strict=True):
-                parameter.data = view.view(parameter.shape)
             self.work = start_gather_of_slices(self.full, self.group)
 
     def gather(self) -> None:
-        """Gather the weights, and wait for them."""
+        """Gather the weights, and wait for them. Until they are there, whoever reads them finds NaN."""
         self.start_gather()
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        if self.is_coming:
+            if self.work is not None:
+                self.work.wait()
+            for parameter, view in zip(self.parameters, self._views(self.full), strict=True):
+                parameter.data = view.view(parameter.shape)
+            self.work, self.is_coming = None, False
 
     def free(self) -> None:
         """Free the full weights."""
@@ -238,7 +239,7 @@ class DataParallelZero3(DataParallel):
         return []  # units take their place
 
     def _before_state_dict(self, *_: Any) -> None:
-        if not all(unit.is_full for unit in self.units):
+        if any(unit.is_coming or not unit.is_full for unit in self.units):
             raise UserError(
                 "with ZeRO-3, ranks hold slices of the weights; before state_dict, call gather() of each of the wrapper's "
                 "`units` on all ranks"

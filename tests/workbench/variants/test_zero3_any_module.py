@@ -135,6 +135,29 @@ def test_random_toys_equal_one_process(pool: WorkerPool) -> None:
     pool.run(train_random_toys, RANKS, list(range(10)))
 
 
+class Uncalled(nn.Module):
+    """A list with a member that is not called itself, while its weights are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(SIZE, SIZE), nn.Sequential(nn.Linear(SIZE, 20_000))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[1][0](self.layers[0](x))
+        return y
+
+
+def uncalled() -> None:
+    setup_process_group_manager(1, 1, 1, RANKS)
+    model = DataParallelZero3(Uncalled())
+    with torch.no_grad():
+        assert all(model(torch.ones(1, SIZE)).isnan().all() for _ in range(5))
+
+
+def test_weights_on_their_way_are_nan(pool: WorkerPool) -> None:
+    pool.run(uncalled, RANKS)
+
+
 def state_dicts() -> None:
     setup_process_group_manager(1, 1, 1, RANKS)
     module = toy()
