@@ -332,8 +332,8 @@ class Trainer:
                 clipped, for example `gradient_norms`. It returns statistics, the same on every rank.
 
         Returns:
-            The record of the step, the same on every rank: its number, loss, gradient norm and learning rate, and the
-            statistics that `loss_fn` and `on_gradients` return.
+            The record of the step, the same on every rank: its number, loss, gradient norm and learning rate, the
+            statistics that `loss_fn` and `on_gradients` return, and the largest load of an expert, if there are some.
 
         Raises:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
@@ -342,7 +342,7 @@ class Trainer:
         losses: list[Tensor] = []
         result = train_batch(self.step, self.model, batches, loss_fn, losses)
         statistics = result.statistics | on_gradients(self.model)
-        if taken := {"step", "loss", "grad_norm", "learning_rate"} & statistics.keys():
+        if taken := {"step", "loss", "grad_norm", "learning_rate", "expert_load"} & statistics.keys():
             raise UserError(f"there is a statistic {min(taken)!r}, which every record has already; rename it")
         rate = float(self.scheduler.get_last_lr()[0])
         grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
@@ -350,7 +350,7 @@ class Trainer:
         self.progress = self.progress.after_step(self.config)
         record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm, "learning_rate": rate}
         check_finite(record, lambda: float(sum(losses)))
-        return record | statistics
+        return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
     def log(self, record: dict[str, float]) -> None:
         """Append a record to metrics.jsonl, and print it if it is due."""

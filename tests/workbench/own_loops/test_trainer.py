@@ -51,6 +51,19 @@ def train_twice(*configs: Config) -> list[float]:
     return losses
 
 
+def move_biases(config: Config) -> None:
+    dist.destroy_process_group()
+    with set_up(config, Data("", None, random_rows(config))) as trainer:
+        record = trainer.train(trainer.next_batches())
+        assert record["expert_load"] >= 1
+        assert any(p.any() for name, p in trainer.model.named_parameters() if name.endswith("correction_bias"))
+
+
+def test_biases_of_routers_move_in_own_loops(pool: WorkerPool, tmp_path: Path) -> None:
+    keys = {"model__name": "docs/tiny-bias", "training__router_bias_rate": 0.1, "training__eval_frequency": 0}
+    pool.run(move_biases, 1, make_config(checkpoint__save_dir=str(tmp_path), **keys))
+
+
 def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "training__micro_batch_size": 4}
     half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
