@@ -4,6 +4,7 @@ Several tensors travel between an encoder and a decoder, one of them without a g
 shapes; a matrix is at two places, and some weights are not used.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,10 @@ class Encoder(nn.Module):
         return (h, mask) if mask.any() else (h, ~mask)
 
 
+def doubled(linear: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * F.linear(x, linear.weight, linear.bias)
+
+
 class Decoder(nn.Module):
     """Its output and the encoder's travel together, with a mask that needs no gradient. The embedding is tied to the
     head of the last stage, whose bias is not.
@@ -63,6 +68,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(V, D) if is_first else None
         self.query = nn.Linear(D, D)
+        self.query.forward = functools.partial(doubled, self.query)  # type: ignore[method-assign]  # as a library does
         self.head = nn.Linear(D, V) if is_last else None
 
     def forward(self, h: Tensor, mask: Tensor, x: Tensor | None = None, *, source: Tensor, target: Tensor) -> Message:

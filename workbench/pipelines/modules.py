@@ -49,6 +49,8 @@ def tensors(message: Message | None) -> tuple[Tensor, ...]:
     """Return the tensors of a message: none at the ends of a pipeline."""
     if message is None:
         return ()
+    if not isinstance(message, Tensor | tuple | list):
+        raise UserError(f"a stage returned a {type(message).__name__}; return a tensor, or a tuple of tensors")
     return (message,) if isinstance(message, Tensor) else tuple(message)
 
 

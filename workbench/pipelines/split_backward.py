@@ -152,7 +152,8 @@ def split_backward(model: nn.Module) -> None:
             module.product = split_linear
         elif isinstance(module, ParallelProjections):
             module.function = SplitColumnParallel
-        elif type(module) is nn.Linear:  # a subclass may compute something else
+        # A subclass, hook or parametrization of others may compute something else.
+        elif type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters:
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 

@@ -20,6 +20,9 @@ from workbench.pipelines.executor import Executor
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import forward_only
 
+# Names of arguments that `Pipeline.forward` and its stages' messages have.
+RESERVED = {"hidden_states", "stage", "micro_batch", "args", "inputs", "loss"}
+
 
 class WholeBatchStep:
     """A training step, or an evaluation, that cuts a batch into the micro-batches of a schedule, and joins the outputs.
@@ -62,9 +65,11 @@ class WholeBatchStep:
             The outputs of the last stage, with their tensors joined, on its rank; None on the others.
 
         Raises:
-            UserError: `losses` is no list, or an argument cannot be divided evenly, so that the mean of the losses
-                would not be that of the batch.
+            UserError: `losses` is no list, an argument has a name of `RESERVED`, or cannot be divided evenly, so that
+                the mean of the losses would not be that of the batch.
         """
+        if taken := RESERVED & kwargs.keys():
+            raise UserError(f"the pipeline itself has an argument {min(taken)!r}; rename that of the stages")
         if losses is not None and not isinstance(losses, list):
             raise UserError(
                 f"losses should be a list, which gets the loss of each micro-batch, not {type(losses).__name__}"

@@ -67,6 +67,9 @@ def steps(name: str) -> dict[str, Any]:
         step(x, target=target, losses=(), **batch)
     with pytest.raises(UserError, match="'scale' has 5 elements in dimension 0, which cannot be divided into 3"):
         WholeBatchStep(schedule, model, CPU, None, {"mask": None})(x, **batch)
+    for name in ("inputs", "stage"):
+        with pytest.raises(UserError, match=f"an argument '{name}'"):
+            step(x, target=target, **batch, **{name: None})
     outputs = [step(x, target=target, losses=losses, **batch)]
     backwards = list[Tensor]()
     for parameter in stages[rank].parameters():
