@@ -47,7 +47,7 @@ class Deadlock(UserError):
         chain = ", which waits ".join(f"at {wait.action} for {wait.awaited} of pp rank {wait.other}" for wait in waits)
         following = [*waits[1:], waits[0]]
         remedies = [
-            f"put {wait.awaited} before {then.action} in the program of pp rank {wait.other}"
+            f"put {_moved(schedule.programs[wait.other], wait.awaited, then.action)} in the program of pp rank {wait.other}"
             for wait, then in zip(waits, following, strict=True)
             if wait.awaited != then.action
         ]
@@ -55,6 +55,14 @@ class Deadlock(UserError):
         remedies.append(f"split the pair {waits[0].action} into two actions")
         super().__init__(f"deadlock: pp rank {waits[0].rank} waits {chain}; {remedies[0]}")
         self.schedule, self.waits, self.events = schedule, waits, events
+
+
+def _moved(program: Sequence[AnyAction], awaited: AnyAction, then: AnyAction) -> str:
+    """Say which of two actions to move: an action cannot come before others of its stage and micro-batch."""
+    between = program[program.index(then) : program.index(awaited)]
+    own = {(part.stage, part.micro_batch) for part in awaited.parts}
+    is_bound = any((part.stage, part.micro_batch) in own for action in between for part in action.parts)
+    return f"{then} after {awaited}" if is_bound else f"{awaited} before {then}"
 
 
 def run_order(schedule: Schedule) -> list[Event]:

@@ -58,7 +58,7 @@ def test_read_csv_names_the_fault(lines: list[str], message: str, tmp_path: Path
         (  # pp rank 0 waits for a rank of the cycle, but is not part of it
             ["0F0,0F1,0B0,0B1", "1F0,1I0,1W0,1F1,1B1", "2F1,2F0,2I0,2W0,2B1"],
             "deadlock: pp rank 1 waits at 1I0 for 2I0 of pp rank 2, which waits at 2F1 for 1F1 of pp rank 1; "
-            "put 2I0 before 2F1 in the program of pp rank 2",
+            "put 2F1 after 2I0 in the program of pp rank 2",
         ),
         (
             ["0F0,0F1,2F1,(2F0;2B1),2B0,0B0,0B1", "1F1,3F1,3B1,(1F0;1B1),3F0,3B0,1B0"],
