@@ -1,6 +1,7 @@
 """Start and end of a process: logging, device, process group, stop signals, and the exit after an error."""
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -303,6 +304,14 @@ def exit_after_signal(number: int) -> NoReturn:
     sys.exit(128 + number)
 
 
+def end_wandb() -> None:
+    """Let wandb write what it still holds, if this rank has a run of it: the process ends without its own end."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        with contextlib.suppress(Exception):  # the run's error is what counts
+            wandb.finish(exit_code=1)
+
+
 def exit_on_error(main: Callable[[], None]) -> None:
     """Call `main`. If it raises, print the error and exit immediately, so that the other ranks are stopped.
 
@@ -323,6 +332,7 @@ def exit_on_error(main: Callable[[], None]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # so that shells and launchers see that it was not an error
     except Exception as error:
+        end_wandb()  # before the sentence, which is the last thing on the screen
         print_line("", end="")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish
         if rank != "0" and StopSignals.received:

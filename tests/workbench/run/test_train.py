@@ -88,3 +88,12 @@ def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     result = run(home, *words, command=[str(program)], **rank)
     assert result.stdout.endswith("threads:\n"), result.stdout + result.stderr
+
+
+def test_wandb_has_the_steps_before_an_error(home: Path, tmp_path: Path) -> None:
+    failing = changed_program(tmp_path, "raise UserError('no')")
+    words = arguments(tmp_path / "run", 1, 1, **{"logging.use_wandb": "true"})
+    result = run(home, *words, command=[failing], WANDB_MODE="offline")
+    assert result.stderr.endswith("error: no\n\n"), result.stderr
+    (log,) = (tmp_path / "run").rglob("*.wandb")
+    assert b"grad_norm" in log.read_bytes()
