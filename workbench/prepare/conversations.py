@@ -171,7 +171,7 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], tupl
             if not any(str(each) in text for each in objects if each):  # else it prints them as Python does
                 return rendered, form
     reason = first_line(first) if first else "it prints the arguments of a call as Python does"
-    raise UserError(f"the chat template fails for these messages: {reason}")
+    raise UserError(f"the chat template fails for these messages: {reason}; does it need tools, or other roles?")
 
 
 def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:

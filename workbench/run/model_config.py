@@ -104,7 +104,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
         # As the model of transformers does: a length at the top level of the file counts only then.
         config.standardize_rope_params()
     except ValidationError as error:
-        raise UserError(*(f"the config.json of {name}: {invalid_value(each)}" for each in error.errors())) from None
+        raise UserError(*(f"the config of {name}: {invalid_value(each)}" for each in error.errors())) from None
     except Exception as error:
         raise UserError(
             f"the config.json of {name} is not a valid {CONFIG_MAPPING[family].__name__}: {' '.join(str(error).split())}"

@@ -118,7 +118,8 @@ def find_jobs(folder: Path) -> list[Job]:
             name = os.path.relpath(path, folder)
             jobs.append(Job(Path(path), Path(path).resolve().name if name == "." else name))
     if not jobs:
-        raise UserError(f"no config of a run in or below {folder}; write some with create_config.py --out_dir {folder}")
+        command = f"create_config.py --out_dir {folder.resolve().parent} --exp_name {folder.resolve().name}"
+        raise UserError(f"no config of a run in or below {folder}; write some with {command}")
     return sorted(jobs, key=lambda job: job.name)
 
 
