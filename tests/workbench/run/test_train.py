@@ -71,9 +71,15 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
     assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1
 
 
-@pytest.mark.cold  # a warm process has imported what a program imports too late
 @pytest.mark.linux
-@pytest.mark.parametrize("command", [["-m", "steps.only_dp"], ["train.py"]], ids=["steps", "train"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        # a warm process has imported what a program imports too late
+        pytest.param(["-m", "steps.only_dp"], id="steps", marks=pytest.mark.cold),
+        pytest.param(["train.py"], id="train"),
+    ],
+)
 def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command: list[str]) -> None:
     """A thread that still frees a tensor then would abort the process, which happens on a busy machine."""
     program = tmp_path / "program.py"
