@@ -27,7 +27,7 @@ TOKENS = {
     "puzzles": 23_714,
     "steps": 14_609,
     "submit_slurm_jobs.py": 1_364,
-    "tests": 150_495,
+    "tests": 150_512,
     "train.py": 1_416,
     "workbench": 121_232,
 }

@@ -61,7 +61,8 @@ RECOMPUTED = (
     [
         (PLAIN_TP, "run", "tp2", "", ""),  # (T, B, D), joined matrices and other names
         (DDP, "run", "dp2", "", ""),  # each document is a padded row
-        (FSDP, "step", "dp4 kv1", "", ""),  # shards that are stored only, not the heads that a rank computes
+        # shards that are stored only, not the heads that a rank computes
+        pytest.param(FSDP, "step", "dp4 kv1", "", "", marks=pytest.mark.slow),
         (DDP, "step", "dp2", "logits_of(model, piece)", RECOMPUTED.format(False)),
     ],
 )

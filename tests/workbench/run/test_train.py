@@ -96,6 +96,7 @@ def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command
     assert result.stdout.endswith("threads:\n"), result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_wandb_has_the_steps_before_an_error(home: Path, tmp_path: Path) -> None:
     failing = changed_program(tmp_path, "raise UserError('no')")
     words = arguments(tmp_path / "run", 1, 1, **{"logging.use_wandb": "true"})
