@@ -23,8 +23,8 @@ from conformance.compare import LIMIT, Key, Limits, errors_of_reference
 from conformance.precision import FACTORS, UNIT, factors_of, means_of
 from conformance.reference import Reference, named_like, train
 
-RUNS, NOISE = 12, 2**21
-# A normal number is outside of six standard deviations, estimated from 12 runs, once in 16,000 cases.
+RUNS, NOISE = 24, 2**21
+# A normal number is outside of six standard deviations, estimated from 24 runs, once in 290,000 cases.
 DEVIATIONS = 6
 # A tensor may be off by this many times its root mean square error, a mean over its elements, which varies little.
 MEANS = 1.7
@@ -141,20 +141,18 @@ def limits_of(cases: Sequence[Case], right: Reference) -> Limits:
             for key, error in (every | factors_of(case, part.gradients, part.weights, want)).items():
                 errors.setdefault(key, []).append(error)
     spread = {key: root_mean_square(each) for key, each in errors.items()}
-    # The same numbers of all steps, and tensors of all layers, vary alike; the largest of their deviations is known
-    # better.
+    # The same tensors of all layers and steps vary alike, and the largest of their deviations is known better.
     alike = dict[tuple[str, str], float]()
     for (what, name, _), each in spread.items():
         group = what, re.sub(r"\d+", "", name)
         alike[group] = max(each, alike.get(group, 0.0))
     limits = dict[Key, float]()
     for (what, name, step), each in spread.items():
-        most = DEVIATIONS * alike[what, re.sub(r"\d+", "", name)]
         if what in FACTORS:
-            limits[what, name, step] = most
+            limits[what, name, step] = DEVIATIONS * alike[what, re.sub(r"\d+", "", name)]
             limits[f"spread of {what}", name, step] = each
         else:  # a number is a sum in float32 in any dtype
-            limits[what, name, step] = MEANS * each if name else most + 8 * UNIT
+            limits[what, name, step] = MEANS * each if name else DEVIATIONS * each + 8 * UNIT
     runs = [means_of({key: each[run] for key, each in errors.items()}, limits) for run in range(RUNS)]
     return limits | {key: DEVIATIONS * root_mean_square([run[key] for run in runs]) for key in runs[0]}
 
