@@ -30,12 +30,11 @@ DEVIATIONS = 6
 MEANS = 1.7
 WIDE = ("Norm", "RotaryEmbedding")  # modules that compute in float32 in narrower dtypes, as the loss does
 COPIES = ("clone", "_to_copy", "embedding")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "embedding")
 
 
 class Rounding(TorchDispatchMode):
-    """Context in which results get a random relative error of at most half a unit in the last place of a dtype. Of
-    the operands of matrix products, weights are cast to the dtype; the others are results, which have their errors.
+    """Context in which results get a random relative error of at most half a unit in the last place of a dtype, and
+    weights are cast to it: one of 1 hides small updates from all runs alike.
 
     Args:
         model: the model, whose modules `WIDE` only round their outputs.
@@ -85,11 +84,10 @@ class Rounding(TorchDispatchMode):
             parameter.mul_(1 + unit * (noise + common * (parameter.ndim > 1)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in PRODUCTS:
-            args = tree_map_only(Tensor, self.cast, args)
-        found = func(*args, **(kwargs or {}))
-        is_view = any(each.alias_info is not None for each in func._schema.returns)
-        return found if is_view or func.overloadpacket.__name__ in COPIES else tree_map_only(Tensor, self.round_, found)
+        if any(each.alias_info is not None for each in func._schema.returns):  # a view
+            return func(*args, **(kwargs or {}))
+        found = func(*tree_map_only(Tensor, self.cast, args), **(kwargs or {}))
+        return found if func.overloadpacket.__name__ in COPIES else tree_map_only(Tensor, self.round_, found)
 
 
 class Nudged:
