@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from conformance import Case, Part, Result, __version__
 from conformance.__main__ import main
@@ -222,6 +223,17 @@ def test_faults_below_the_rounding_of_bfloat16_are_found(
         parts.append((case, [found.of(case).local()]))
         difference = difference or check_precision(parts, exact.of(case), limits)
     assert re.search(says, str(difference)), difference
+
+
+def test_weights_of_norms_are_rounded() -> None:
+    """In bfloat16, a weight of 1 hides the first small updates."""
+    outputs = []
+    for weight in (1.0, 1 + 2**-10):
+        norm = LlamaRMSNorm(8).double()
+        torch.nn.init.constant_(norm.weight, weight)
+        with Rounding(torch.bfloat16, 0, norm):
+            outputs.append(norm(torch.arange(8.0).double()))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- whole adapters
