@@ -111,16 +111,11 @@ class Encoder:
             raise UserError(f"{name} {error}") from None
 
     def encode_text(self, prompt: str) -> list[int]:
-        """Return the tokens of a text, with the tokenizer's start token unless the text begins with it, and without the
-        end token that some tokenizers append to a text (T5's).
+        """Return the tokens of a text as in training: with the tokenizer's start token unless the text begins with it,
+        and no others that the tokenizer adds. An empty text is the end token.
         """
-        start, end = start_of(self.tokenizer), self.tokenizer.eos_token_id
-        ids = self.tokenizer(prompt)["input_ids"] or [end]
-        if start.tokens and not start.before(prompt):
-            ids = ids[1:]
-        if ids[-1] == end and len(ids) > 1 and not prompt.endswith(self.tokenizer.eos_token):
-            ids = ids[:-1]
-        if ids == [None]:
+        ids = [*start_of(self.tokenizer).before(prompt), *self.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        if (ids := ids or [self.tokenizer.eos_token_id]) == [None]:
             raise UserError(
                 f"the tokenizer of {self.folder} has no end-of-sequence token, which an empty prompt needs; use a prompt "
                 f"with text"
@@ -135,10 +130,9 @@ class Encoder:
         """
         self.check_chat_template(tools)
 
-        def render(messages: Any) -> tuple[list[int], str]:
-            text = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, tokenize=False)
-            ids = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=True)
-            return ids["input_ids"], text
+        def render(messages: Any) -> list[int]:
+            ids: Any = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=True)
+            return ids["input_ids"]
 
         return in_some_form(messages, render)[0]
 

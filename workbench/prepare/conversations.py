@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -31,7 +32,7 @@ Ranges = list[tuple[int, int]]
 
 WEIGHTS = (WEIGHT, "train")  # keys of a message that say whether the loss counts it
 # What their values mean, as texts: a .csv file has no other.
-COUNTED = dict.fromkeys(("0", "0.0", "false"), False) | dict.fromkeys(("1", "1.0", "true", "none"), True)
+COUNTED = dict.fromkeys(("0", "0.0", "false"), False) | dict.fromkeys(("1", "1.0", "true", "none", ""), True)
 # Roles of ShareGPT's "from". An observation is the result of a tool.
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 # Some templates print today's date. The same data should have the same tokens on all days and machines, so they get
@@ -136,6 +137,16 @@ def calls_of(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
                 yield function
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call as an object, which knows whether a template has printed it as Python does."""
+
+    is_printed = False
+
+    def __repr__(self) -> str:
+        self.is_printed = True
+        return super().__repr__()
+
+
 def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
     """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
     changed = copy.deepcopy([*messages])
@@ -144,15 +155,17 @@ def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
             with contextlib.suppress(TypeError, ValueError):
                 other = json.loads(given) if kind is dict else json.dumps(given, ensure_ascii=False)
                 function["arguments"] = other if isinstance(other, kind) else given
+        if isinstance(function["arguments"], dict):
+            function["arguments"] = Arguments(function["arguments"])
     return changed
 
 
-def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
+def in_some_form(messages: list[Message], render: Callable[[list[Message]], T]) -> tuple[T, list[Message]]:
     """Render messages in the first form that a chat template takes: with the arguments of calls as objects, as most
     templates expect them, or as JSON texts, as OpenAI writes them; without a content, or with an empty one.
 
     Args:
-        render: function that returns anything, and the text that the template prints. It may raise anything.
+        render: function that renders messages. It may raise anything.
 
     Returns:
         What `render` returned, and the messages in that form.
@@ -161,14 +174,15 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], tupl
     first: Exception | None = None
     for form in [with_arguments(form, kind) for form in (messages, whole) for kind in (dict, str)]:
         try:
-            rendered, text = render(form)
+            rendered = render(form)
         except UserError:
             raise
+        except TemplateSyntaxError as error:
+            raise UserError(f"the chat template has a mistake in line {error.lineno}: {error.message}; correct it") from None
         except Exception as error:  # a template is a program
             first = first or error
         else:
-            objects = [call["arguments"] for call in calls_of(form) if isinstance(call["arguments"], dict)]
-            if not any(str(each) in text for each in objects if each):  # else it prints them as Python does
+            if not any(getattr(call["arguments"], "is_printed", False) for call in calls_of(form) if call["arguments"]):
                 return rendered, form
     reason = first_line(first) if first else "it prints the arguments of a call as Python does"
     raise UserError(f"the chat template fails for these messages: {reason}; does it need tools, or other roles?")
@@ -177,9 +191,9 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], tupl
 def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a record, which may also be a JSON text, or None."""
     tools = record.get(TOOLS)
-    if isinstance(tools, str):
+    if isinstance(tools, str) and tools:  # a .csv file has "" for null
         tools = parse_json(tools, f"the text in column {TOOLS!r}")
-    if tools is None:
+    if tools in (None, ""):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
@@ -268,11 +282,7 @@ class ChatTemplate:
             return []
         plain = [{key: each[key] for key in each if key not in WEIGHTS} for each in messages[: wanted[-1] + 1]]
 
-        def render(messages: list[Message]) -> tuple[list[Sample], str]:
-            samples = self.render_counted(messages, tools, wanted)
-            return samples, samples[-1].text
-
-        rendered, plain = in_some_form(plain, render)
+        rendered, plain = in_some_form(plain, lambda messages: self.render_counted(messages, tools, wanted))
         ignored, uncounted = self.marks({"messages": plain, "tools": tools, "wanted": wanted})
         self.notes.update(f"the chat template ignores {name}" for name in ignored)
         self.notes.update(f"the loss does not count {name} of the assistant" for name in uncounted)

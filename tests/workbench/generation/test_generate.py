@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 
 from picotron.console import UserError
@@ -58,7 +59,8 @@ def test_text_ends_at_any_end_token_of_the_model_as_with_transformers(
         assert len(tokens) < 6
 
 
-def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
+def test_a_prompt_has_the_tokens_of_training(tmp_path: Path) -> None:
+    """The start token, but no other that a tokenizer adds, such as T5's end token and BERT's [CLS]."""
     make_tokenizer("metaspace first").save_pretrained(tmp_path / "start")
     make_tokenizer("ByT5").save_pretrained(tmp_path / "end")
     start, end = Encoder.read(tmp_path / "start"), Encoder.read(tmp_path / "end")
@@ -68,6 +70,9 @@ def test_prompt_has_the_start_token_and_no_end_token(tmp_path: Path) -> None:
     assert end.encode_text("a") == end.tokenizer("a", add_special_tokens=False)["input_ids"]
     assert end.encode_text("") == [end.tokenizer.eos_token_id]
     assert end.encode_text("ab</s>")[-1] == end.tokenizer.eos_token_id  # asked for
+    other = start.tokenizer.bos_token_id + 1
+    start.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", other)])
+    assert start.encode_text("ab") == start.tokenizer("ab", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.usefixtures("_end_process_group")

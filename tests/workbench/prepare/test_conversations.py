@@ -76,12 +76,12 @@ FORMS = {  # how templates print the arguments of a call
 
 @pytest.mark.parametrize("form", FORMS)
 def test_arguments_are_what_the_template_expects(folder: str, form: str) -> None:
-    """Objects, or JSON texts as OpenAI writes them; beside a content that may be missing."""
-    chats = []
+    """Objects, or JSON texts as OpenAI writes them; beside a content that may be missing, and a text like Python's."""
+    user, chats = USER | {"content": "{'x': 1}"}, []
     for content in ({"content": ""}, {"content": None}, {}):
         for arguments in ({"x": 1}, '{"x": 1}'):
             call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-            chats.append({"chat": [USER, {"role": "assistant", "tool_calls": [call]} | content]})
+            chats.append({"chat": [user, {"role": "assistant", "tool_calls": [call]} | content]})
     first, *others = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS[form]}) + '<|im_end|>'"), chats))
     assert others == [first] * 5
     assert ('[["x", 1]]' if form == "items" else '{"x": 1}') in first.partition("[[")[2]
@@ -137,8 +137,9 @@ def test_a_turn_without_an_end_is_ended_or_named(
 def test_records_of_weight_0_are_left_out(folder: str) -> None:
     records = [{"chat": [USER, ANSWER | {"content": str(i)}], "weight": (float, str)[i // 2](i % 2)} for i in range(4)]
     records.append({"chat": [USER, ANSWER | {"train": False}], "weight": 1})
+    records.append({"chat": [USER, ANSWER], "weight": "", "tools": ""})  # null in a .csv file
     found = counted(data_of(folder, CHATML, records))
-    assert [text.partition("[[")[2][0] for text in found] == ["1", "3"]
+    assert [text.partition("[[")[2][0] for text in found] == ["1", "3", "A"]
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -158,6 +159,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"chat": [USER]}, CHATML, CHAT, "no message has the role 'assistant'"),
         ({"chat": [USER, ANSWER, ANSWER]}, STRICT, CHAT, "the chat template fails .*must alternate"),
         ({"chat": [USER, ANSWER]}, COUNTING, CHAT, "changes the text before message 2"),
+        ({"chat": [USER, ANSWER]}, CHATML + "\n{% endfr %}", CHAT, "mistake in line .*: Encountered unknown tag 'endfr'"),
         (
             {"chat": [USER, ANSWER]},
             CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ 'Assistant: ' }}"),  # no answer begins so
