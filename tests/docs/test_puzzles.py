@@ -91,7 +91,10 @@ def test_check_prints_and_remembers_the_result(
     assert json.loads((tmp_path / "progress.json").read_text())["p13_bubble"]["solved"]
 
 
-def test_adapter_is_checked_function_by_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_is_checked_function_by_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the course is
     adapter = tmp_path / "course.py"
     mine = "def p09_owner(chunk, cp):\n    return min(chunk, 2 * cp - 1 - chunk)\n"
     adapter.write_text(f"from other import place as p03_place\n\n{mine}")

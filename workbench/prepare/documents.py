@@ -265,8 +265,8 @@ def _user_errors(name: Path | str) -> Iterator[None]:
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if not isinstance(error, OSError) or error.errno is None:  # not of the file system
             raise UserError(
-                f"{name} cannot be decompressed: {first_line(error)}; check it with its own program, or unpack it first (zstd "
-                f"-d --long=31 also unpacks a .zst file with a long window)"
+                f"{name} cannot be decompressed: {first_line(error)}; check it with its own program, or unpack it first (if it is "
+                f"a .zst file with a long window, by zstd -d --long=31)"
             ) from None
         raise UserError(
             f"{error.filename or name} cannot be read: {first_line(error)}; check the file and its permissions"
@@ -356,7 +356,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
         names = columns_of(columns, table.schema_arrow.names, str(path))
         batches = table.iter_batches(ROWS, columns=names)
         rows = (row for batch in batches for row in zip(*batch.columns, strict=True))
-        records = ({name: value.as_py() for name, value in zip(names, row, strict=True)} for row in rows)
+        records = ({name: value.as_py(maps_as_pydicts="strict") for name, value in zip(names, row, strict=True)} for row in rows)
         yield from _read_rows(records, str(path), path.stat().st_size // max(1, table.metadata.num_rows))
 
 

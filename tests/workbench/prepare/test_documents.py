@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from picotron.config import Dataset
 from picotron.console import UserError
 from workbench.prepare import text as text_module
-from workbench.prepare.documents import ROWS, Documents, load_documents
+from workbench.prepare.documents import READERS, ROWS, Documents, load_documents
 from workbench.prepare.text import PIECE, Piece, cut
 from workbench.prepare.tokens import convert
 
@@ -122,6 +122,13 @@ def test_tables_of_other_programs_are_read(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "a.parquet")
     for path in tmp_path.iterdir():
         assert list(texts(documents_of(path))) == ["a, b", "c", "a, b"]
+
+
+def test_a_map_in_a_parquet_file_is_an_object(tmp_path: Path) -> None:
+    column = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    (path := tmp_path / "a.parquet").write_bytes(parquet(m=column))
+    ((record,),) = READERS[".parquet"](path, {"text_column": "m"})
+    assert record.value == {"m": {"a": 1}}
 
 
 @pytest.mark.parametrize("limit", [1, 3, None])
