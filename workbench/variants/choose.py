@@ -150,11 +150,11 @@ def make_optimizer(model: DataParallel, config: Config) -> AdamW:
 
 def update_weights(model: DataParallel, optimizer: AdamW, max_norm: float | None) -> Tensor:
     """Clip the gradients and update the weights, with the loss scale of the optimizer, if it has one."""
-    if not hasattr(optimizer, "loss_scale"):
-        return optimizer_module.update_weights(model, optimizer, max_norm)
     from workbench.variants import float16
 
-    return float16.update_weights(model, optimizer, max_norm)  # type: ignore[arg-type]
+    if isinstance(optimizer, float16.Float16AdamW):
+        return float16.update_weights(model, optimizer, max_norm)
+    return optimizer_module.update_weights(model, optimizer, max_norm)
 
 
 def split_train_eval(

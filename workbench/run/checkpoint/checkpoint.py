@@ -15,6 +15,7 @@ import logging
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -304,8 +305,8 @@ class Checkpoint:
                     f"{name} was frozen in {self.folder} or is now, and not for the whole run; freeze the same parameters, or "
                     f"export the weights, and start a new run from them"
                 )
-        if scale := getattr(optimizer, "loss_scale", None):
-            vars(scale).update(self.state.loss_scale)
+        # A run in another dtype passes the loss scale on, with the number of skipped steps.
+        vars(vars(optimizer).setdefault("loss_scale", SimpleNamespace())).update(self.state.loss_scale)
         optimizer.restore(self.state.step - int(self.state.loss_scale.get("skipped", 0)), read)
 
 
