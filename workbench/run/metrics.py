@@ -127,8 +127,15 @@ def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> dict[str, 
     Args:
         loss: mean loss of this rank's targets, see `global_mean`.
         targets, text_bytes: see `targets_and_bytes`.
+
+    Raises:
+        UserError: on every rank, if the loss is NaN or infinite.
     """
-    mean = global_mean(loss).item()
+    if not math.isfinite(mean := global_mean(loss).item()):
+        raise UserError(
+            f"the loss on the evaluation set is {mean}, so the weights are broken; start from an earlier checkpoint, with a "
+            f"lower learning_rate"
+        )
     return {"eval_loss": mean, "bits_per_byte": mean * targets / (text_bytes * math.log(2)) if text_bytes else None}
 
 
@@ -169,7 +176,7 @@ def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
 
     Args:
         repeats: whether steps that are in the wandb run are taken again. Wandb would ignore them, so a new run starts,
-            in a group that is named after the earlier one.
+            in a group that is named after the earlier one, with all steps so far.
 
     Raises:
         UserError: wandb has no such mode.
@@ -241,6 +248,8 @@ class Metrics:
             repeats = self.wandb_run_id is not None and len(kept) < len(records)
             self.wandb = _start_wandb(config, self.wandb_run_id, repeats)
             self.wandb_run_id = self.wandb.id
+            for record in kept if repeats else ():
+                self.wandb.log(record, step=record["step"])
         logger.info(
             "%s%s | %s parameters, %s on %s",
             pgm.process_group_manager,

@@ -20,7 +20,7 @@ from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import read_jsonl
 from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
-from workbench.run.metrics import Metrics, Progress, peak_flops
+from workbench.run.metrics import Metrics, Progress, evaluation_record, peak_flops
 from workbench.run.run_folder import begin_run, claim_save_dir
 
 FIELDS = [
@@ -200,11 +200,17 @@ def test_wandb_itself_records_in_the_folder_of_the_run(tmp_path: Path, monkeypat
     assert (tmp_path / "wandb").exists()
 
 
+@pytest.mark.usefixtures("_one_rank")
+def test_weights_whose_evaluation_is_not_finite_are_an_error_before_they_are_saved() -> None:
+    with pytest.raises(UserError, match="evaluation set is nan"):
+        evaluation_record(torch.tensor(math.nan), 1, 1)
+
+
 def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -> None:
     def resumed(folder: Path, step: int) -> tuple[dict[str, Any], list[int]]:
         (calls,) = pool.run(log_with_wandb, 1, str(folder), "good", checkpoint_of(tmp_path, step, "abc"))
         return {key: calls[key] for key in ("id", "resume", "group") if key in calls}, [s for s, _ in calls["logged"]]
 
     assert resumed(tmp_path, 3) == ({"id": "abc", "resume": "allow"}, [4, 5])
-    assert resumed(tmp_path, 4) == ({"group": "abc"}, [5, 6])  # wandb has step 5, and would ignore another one
+    assert resumed(tmp_path, 4) == ({"group": "abc"}, [4, 5, 6])  # wandb has step 5, and would ignore another one
     assert resumed(tmp_path / "other", 4) == ({}, [1, 2])
