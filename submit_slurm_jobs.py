@@ -27,6 +27,7 @@ from workbench.sweep.slurm import (
     log_file,
     render,
     sbatch_command,
+    seconds_of,
     slurm_job_id,
     submit,
     update_statuses,
@@ -156,6 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program. Returns the exit code."""
     options = parse_arguments(arguments)
     options.grace = options.grace or 120
+    if seconds_of(options.time or "") <= options.grace:
+        raise UserError(
+            f"--time {options.time} is not longer than --grace {options.grace}, so that jobs would be stopped at once; use a longer --time"
+        )
     all_jobs = find_jobs(options.inp_dir.absolute())
     update_statuses(all_jobs)
     statuses = options.only or (ACTIVE if options.action == "cancel" else ["init"])

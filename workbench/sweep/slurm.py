@@ -6,6 +6,7 @@ a run that is out of memory from another failure. Only Slurm knows that a job is
 lost its node.
 """
 
+import math
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from workbench.files import write_atomically
 from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]
+STOPPED = "stopped by SIG[A-Z0-9]+, without an error"  # see `exit_after_signal`
 
 STATES: dict[Status, str] = {  # the job states of Slurm, as squeue and sacct print them
     "pending": "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
@@ -96,8 +98,18 @@ def render(job: Job, config: Config, resources: SlurmResources, env_setup: Path 
         stop_options=stop_options(grace),
         train=ROOT / "train.py",
         arguments=["--config", str(job.config_file), *job.overrides(config)],
+        stopped=STOPPED,
         out_of_memory=OUT_OF_MEMORY,
     )
+
+
+def seconds_of(limit: str) -> float:
+    """Return the seconds of a time limit in one of sbatch's forms, infinity if it has another form or is 0."""
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
+        return math.inf
+    days, *numbers = (int(each or 0) for each in found.groups())
+    unit = 3600 if found[1] or found[4] else 60  # of the first number: hours, or minutes
+    return 86400 * days + sum(number * unit / 60**i for i, number in enumerate(numbers)) or math.inf
 
 
 def sbatch_command(

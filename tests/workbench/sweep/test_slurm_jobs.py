@@ -57,12 +57,14 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
         ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
         ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # the run has ended in time
         ("kill -TERM $$; sleep 0.2; return 1", 1, "cancelled"),
+        ("echo stopped by SIGTERM, without an error; return 1", 1, "cancelled"),  # before a preemption
     ],
 )
 def test_batch_script_records_how_the_run_ended(
     make_job: Callable[..., Job], tmp_path: Path, srun: str, code: int, status: str
 ) -> None:
     job = make_job("job")
+    slurm.log_file(job).with_name("log_15003.out").write_text("CUDA out of memory, in an earlier attempt\n")
     found = run_script(job, tmp_path, f"trap '' USR1; {srun}", SlurmResources(1, 1, 1, 0))
     assert (found, job.status) == (code, status)
 
@@ -79,6 +81,12 @@ def test_sbatch_command_requests_nodes_cores_and_gpus(make_job: Callable[..., Jo
     assert not [word for word in sbatch_command(job, SlurmResources.of(job, cpus, 8), {}, 60, None) if "gpu" in word]
     with pytest.raises(UserError, match="16 processes do not divide evenly into nodes of 6"):
         SlurmResources.of(job, gpus, 6)
+
+
+@pytest.mark.parametrize("limit", ["2", "1:60", "0:01:60", "0-0:2"])
+def test_a_time_limit_that_leaves_no_time_to_train_is_refused(make_job: Callable[..., Job], limit: str) -> None:
+    with pytest.raises(UserError, match=f"--time {limit} is not longer than --grace 120"):
+        main(["--inp_dir", str(make_job("a").folder), "--time", limit])
 
 
 @pytest.mark.parametrize(
