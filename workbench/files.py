@@ -43,6 +43,14 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)
 
 
+def delete(folder: Path) -> None:
+    """Delete a folder, or only the link if it is one, such as to a larger disk."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Context that fills a folder of another name, which gets its own name at the end, in place of an earlier folder.
@@ -52,13 +60,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     new = unfinished(path)
     if new.exists():
-        shutil.rmtree(new)
+        delete(new)
     new.mkdir(parents=True)
     try:
         yield new
         _sync_folder(new)
         if path.exists():
-            shutil.rmtree(path)
+            delete(path)
         new.rename(path)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)

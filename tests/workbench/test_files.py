@@ -7,6 +7,7 @@ import pytest
 
 from picotron.console import UserError
 from workbench.files import naming_deleted, write_atomically
+from workbench.run.run_folder import delete_checkpoint
 
 
 def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +48,11 @@ def test_a_folder_that_was_deleted_is_named_as_the_cause(tmp_path: Path) -> None
         raise OSError("no repository of this name")
     with pytest.raises(UserError, match="step_1 was deleted while it was read"), naming_deleted(tmp_path / "step_1"):
         raise OSError("no repository of this name")
+
+
+def test_of_a_link_to_a_folder_only_the_link_is_deleted(tmp_path: Path) -> None:
+    """A checkpoint may have moved to a larger disk."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "step_00000001").symlink_to(tmp_path / "far")
+    delete_checkpoint(tmp_path / "step_00000001")
+    assert os.listdir(tmp_path) == ["far"]

@@ -22,7 +22,7 @@ from typing import Any
 
 from picotron.config import Config
 from picotron.console import UserError
-from workbench.files import locked, parse_json, unfinished, write_atomically
+from workbench.files import delete, locked, parse_json, unfinished, write_atomically
 
 logger = logging.getLogger("picotron")
 
@@ -104,7 +104,7 @@ def delete_checkpoint(folder: Path) -> None:
     Failures are only logged.
     """
     try:
-        shutil.rmtree(folder.rename(unfinished(folder)))
+        delete(folder.rename(unfinished(folder)))
     except OSError as error:
         logger.warning("%s cannot be deleted: %s", folder, error.strerror)
 
