@@ -178,7 +178,9 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], T]) 
         except UserError:
             raise
         except TemplateSyntaxError as error:
-            raise UserError(f"the chat template has a mistake in line {error.lineno}: {error.message}; correct it") from None
+            raise UserError(
+                f"the chat template has a mistake in line {error.lineno}: {error.message}; correct it"
+            ) from None
         except Exception as error:  # a template is a program
             first = first or error
         else:

@@ -356,7 +356,10 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
         names = columns_of(columns, table.schema_arrow.names, str(path))
         batches = table.iter_batches(ROWS, columns=names)
         rows = (row for batch in batches for row in zip(*batch.columns, strict=True))
-        records = ({name: value.as_py(maps_as_pydicts="strict") for name, value in zip(names, row, strict=True)} for row in rows)
+        records = (
+            {name: value.as_py(maps_as_pydicts="strict") for name, value in zip(names, row, strict=True)}
+            for row in rows
+        )
         yield from _read_rows(records, str(path), path.stat().st_size // max(1, table.metadata.num_rows))
 
 

@@ -159,7 +159,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"chat": [USER]}, CHATML, CHAT, "no message has the role 'assistant'"),
         ({"chat": [USER, ANSWER, ANSWER]}, STRICT, CHAT, "the chat template fails .*must alternate"),
         ({"chat": [USER, ANSWER]}, COUNTING, CHAT, "changes the text before message 2"),
-        ({"chat": [USER, ANSWER]}, CHATML + "\n{% endfr %}", CHAT, "mistake in line .*: Encountered unknown tag 'endfr'"),
+        (
+            {"chat": [USER, ANSWER]},
+            CHATML + "\n{% endfr %}",
+            CHAT,
+            "mistake in line .*: Encountered unknown tag 'endfr'",
+        ),
         (
             {"chat": [USER, ANSWER]},
             CHATML.replace("{{ '<|im_start|>assistant\\n' }}", "{{ 'Assistant: ' }}"),  # no answer begins so
