@@ -83,7 +83,7 @@ def relative_error(actual: Any, expected: Any) -> float:
     Raises:
         AssertionError: their shapes differ.
     """
-    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    actual, expected = (torch.as_tensor(each, dtype=torch.complex128) for each in (actual, expected))
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     return largest_error(actual, expected, expected)
 

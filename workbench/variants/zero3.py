@@ -51,11 +51,13 @@ from picotron import process_group_manager as pgm
 from picotron.collectives import accumulation_dtype, all_reduce
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import Bucket, DataParallel
-from picotron.data_parallel.guards import check_not_replaced
+from picotron.data_parallel.guards import check_not_replaced, names_of
 from picotron.model.placement import placement, replicas
+from picotron.tensor_parallel.tensor_parallel import VocabParallelEmbedding
 from workbench.variants.zero1 import divide, own_slice, start_gather_of_slices, start_reduce_to_slices
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
+EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # modules that need no weights in backward
 
 
 class Unit:
@@ -85,7 +87,7 @@ class Unit:
         first, ranks = parameters[0], dist.get_world_size(self.group)
         self.full = torch.zeros(-(-sum(self.sizes) // ranks) * ranks, dtype=first.dtype, device=first.device)
         self.own = own_slice(self.full, self.group)
-        self.freed = self.full.new_full((), math.nan if first.is_floating_point() else 0)
+        self.freed = self.full.new_full((), math.nan if first.is_floating_point() or first.is_complex() else 0)
         self.shard = torch.zeros_like(self.full[self.own])
         self.gradient_shard = torch.zeros_like(self.shard, dtype=accumulation_dtype(first))
         divide(parameters, self.full, self.shard, self.gradient_shard, self.group)
@@ -94,12 +96,13 @@ class Unit:
         self.arrived: Counter[Tensor] = Counter()
         self.work: dist.Work | None = None
         self.is_full, self.is_coming = True, False
+        self.versions = [parameter._version for parameter in parameters]
         self.free()
 
     def start_gather(self) -> None:
         """Start to gather the weights, unless they are there already."""
         if not self.is_full:
-            check_not_replaced(self.parameters, self.freed, self.module)
+            self._check(self.freed)
             self.is_full = self.is_coming = True
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.full[self.own] = self.shard
@@ -114,16 +117,28 @@ class Unit:
             for parameter, view in zip(self.parameters, self._views(self.full), strict=True):
                 parameter.data = view.view(parameter.shape)
             self.work, self.is_coming = None, False
+            self.versions = [parameter._version for parameter in self.parameters]
 
     def free(self) -> None:
         """Free the full weights."""
         if self.is_full:
             self.gather()  # wait, if the weights are still on their way
-            check_not_replaced(self.parameters, self.full, self.module)
+            self._check(self.full)
             self.is_full = False
             self.full.untyped_storage().resize_(0)
             for parameter in self.parameters:
                 parameter.data = self.freed.expand(parameter.shape)
+            self.versions = [parameter._version for parameter in self.parameters]
+
+    def _check(self, buffer: Tensor) -> None:
+        """Raise UserError if a weight was changed, which `shard` does not know, or its data are not in a buffer."""
+        check_not_replaced(self.parameters, buffer, self.module)
+        for parameter, version in zip(self.parameters, self.versions, strict=True):
+            if parameter._version != version:
+                raise UserError(
+                    f"{names_of(self.module).get(parameter, 'a weight')} was changed in place, which ZeRO-3 would lose; change "
+                    f"weights before the module is wrapped, or use another dp_engine"
+                )
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         return buffer[: sum(self.sizes)].split(self.sizes)
@@ -174,7 +189,8 @@ class DataParallelZero3(DataParallel):
         groups: the units that each group uses. Usually one; a weight that several groups share has a unit of its own.
         shared: units that several groups use. They stay full from their first use to the end of forward.
         rest: units of the parameters of no group.
-        latest: the group that was called last in this forward.
+        running: the units of the modules whose forwards run, for a module inside of others with those of the others.
+        latest: the units that were used last in this forward.
         awaited: the groups whose outputs get a gradient in this micro-batch, in the order of forward.
         keeps: whether weights stay full until the end of the micro-batch: a graph of its backward will need them again.
     """
@@ -223,6 +239,7 @@ class DataParallelZero3(DataParallel):
         uses = Counter(unit for group in self.groups for unit in group)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.rest = tuple(unit for unit in self.units if unit not in uses)
+        self.running: list[tuple[Unit, ...]] = []
         self.latest: tuple[Unit, ...] = ()
         self.awaited: list[tuple[Unit, ...]] = []
         self.keeps = False
@@ -253,7 +270,7 @@ class DataParallelZero3(DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.stays_full:
             self._finish_backward()
-            self.awaited, self.latest = [], ()
+            self.awaited, self.running, self.latest = [], [], ()
         for unit in self.rest:
             unit.gather()
         output = super().forward(*args, **kwargs)
@@ -268,21 +285,27 @@ class DataParallelZero3(DataParallel):
         comes the backward of the group before it.
         """
         if torch._C._current_autograd_node() is None:
-            self.latest = self.groups[number]
+            self.latest = (*self.groups[number], *itertools.chain(*self.running[-1:]))
+            self.running.append(self.latest)
             following = self.groups[number + 1 : number + 2] or self.awaited[-1:]
             self._use(self.latest, following, kept=self.shared)
         else:  # activation checkpointing computes a part of forward again
             for unit in self.groups[number]:
                 unit.gather()
 
-    def _after_forward(self, number: int, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, number: int, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if torch._C._current_autograd_node() is not None:
             return
+        group = self.running.pop()
         if number > 0:
             self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
-        # A module that reads only numbers of rows, such as an embedding, needs no weights in backward.
-        if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(inputs)):
-            self._await_gradients(output, self.groups[number])
+        memory = {unit.full.untyped_storage()._cdata for unit in group}
+        if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in tree_leaves(output)):
+            raise UserError(
+                f"{type(module).__name__} returns a part of its weights, whose memory ZeRO-3 frees; return a copy, by clone()"
+            )
+        if not isinstance(module, EMBEDDINGS):
+            self._await_gradients(output, group)
 
     def _await_gradients(self, outputs: Any, group: tuple[Unit, ...], rest: tuple[Unit, ...] = ()) -> None:
         """Gather the units of a group when a gradient of its outputs arrives, with those in `rest`, and start to gather
@@ -291,7 +314,7 @@ class DataParallelZero3(DataParallel):
         tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
         if self.stays_full or not tensors:
             return
-        if not self.awaited or self.awaited[-1] is not group:
+        if not self.awaited or self.awaited[-1] != group:
             self.awaited.append(group)
         before = self.awaited[-2:-1]
 

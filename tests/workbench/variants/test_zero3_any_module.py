@@ -29,7 +29,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.embedding, self.projection = nn.Linear(SIZE, SIZE), nn.Embedding(5, 3), nn.Linear(3, SIZE)
         self.unused = None if nested else nn.Parameter(torch.randn(SIZE))
-        self.scale = nn.Parameter(torch.randn(1))
+        self.scale = nn.Parameter(torch.randn(1, dtype=torch.complex128))
         self.nested = nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)) if nested else nn.Identity()
         self.register_buffer("offset", torch.randn(SIZE))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -37,7 +37,7 @@ class Block(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor], ids: Tensor, *, power: int = 1) -> tuple[tuple[Tensor, Tensor], Any]:
         x, y = pair
         self.calls += 1
-        x = self.nested(x) * self.scale  # a weight of the block after a module inside
+        x = (self.nested(x) * self.scale).real  # a weight of the block after a module inside
         branch = self.projection(self.embedding(ids)).tanh()
         return (self.linear(x).tanh() ** power + branch + self.offset, y + x), {"mean": x.mean(-1), "none": None}
 
@@ -67,14 +67,16 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleDict({"a": nn.ModuleList(blocks[:half]), "b": nn.ModuleList(blocks[half:])})
         self.head, self.scalar = nn.Linear(SIZE, 1), nn.Parameter(torch.randn(()))
         self.other = nn.Linear(SIZE, SIZE)
+        self.start = nn.ModuleList([nn.Sequential(nn.Embedding(5, SIZE), nn.Linear(SIZE, SIZE))])
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        x = x + self.start[0](ids)
         pair, blocks, means = (x * self.head.weight, x), [*self.blocks["a"], *self.blocks["b"]], []
         for i, saves in zip(self.order, self.checkpointed, strict=True):
             if saves:
                 pair, more = checkpoint(blocks[i], pair, ids, use_reentrant=False)
             else:
-                pair, more = blocks[i](pair, ids)
+                pair, more = blocks[i](pair=pair, ids=ids)
             means.append(more["mean"])
             pair = pair[0], nn.functional.linear(pair[1], self.other.weight)
         return {
@@ -127,7 +129,8 @@ def gradients(model: nn.Module, units: list[list[nn.Module]] | None) -> dict[str
 def train_random_toys(seeds: list[int]) -> None:
     for seed in seeds:
         model, dice = toy(seed), random.Random(seed)
-        units = [[each] for each in model.modules() if isinstance(each, (Block, nn.Sequential)) and dice.random() < 0.7]
+        kinds = dice.choice([(Block,), (nn.Sequential,), (Block, nn.Sequential)])  # all blocks, which may share weights
+        units = [[each] for each in model.modules() if isinstance(each, kinds)]
         assert_close(gradients(model, dice.choice([None, units])), torch_gradients(toy(seed)), what=f"seed {seed}")
 
 
@@ -147,8 +150,17 @@ class Uncalled(nn.Module):
         return y
 
 
+class Rows(nn.Embedding):
+    """A module that returns its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: len(x)]
+
+
 def uncalled() -> None:
     setup_process_group_manager(1, 1, 1, RANKS)
+    with pytest.raises(UserError, match="returns a part of its weights"):
+        DataParallelZero3(nn.Sequential(nn.Sequential(Rows(2, SIZE))))(torch.ones(1, SIZE))
     model = DataParallelZero3(Uncalled())
     with torch.no_grad():
         assert all(model(torch.ones(1, SIZE)).isnan().all() for _ in range(5))
@@ -174,6 +186,11 @@ def state_dicts() -> None:
         unit.gather()
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+    torch.nn.init.zeros_(module.head.bias)
+    with pytest.raises(UserError, match=r"head\.bias was changed in place"):
+        AdamW(model, Training(), fused=False).step()
+    model.close()
+    model = DataParallelZero3(module)
     AdamW(model, Training(), fused=False).step()
     assert not any(unit.is_full for unit in model.units), "weights from before the update are still in memory"
 
