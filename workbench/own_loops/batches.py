@@ -30,6 +30,7 @@ from picotron.tensor_parallel.tp_communications import pair, start_all_reduce
 from workbench.own_loops.check_batches import Batch, check_batches, check_split
 from workbench.pipelines.engine import BatchList
 from workbench.run.all_ranks import run_on_all_ranks
+from workbench.variants.experts import Experts
 
 LossParts = tuple[Tensor, Tensor | float, dict[str, Tensor | float]]  # loss, weight and statistics of a micro-batch
 Loss = Tensor | tuple[Tensor, Tensor | float, dict[str, Tensor]]
@@ -223,6 +224,9 @@ def train_batch(
             scale_gradients(model, terms / weight)
     except BaseException:  # a program may catch it, and go on
         model.zero_grad()
+        for each in model.modules():
+            if isinstance(each, Experts):
+                each.load = 0
         raise
     return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
 

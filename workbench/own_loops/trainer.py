@@ -57,7 +57,7 @@ from workbench.run.token_files import load_data
 from workbench.variants.choose import build_model, build_stage, make_optimizer, split_train_eval
 
 KEYS_OF_TRAIN = """
-    training.router_bias_rate training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
+    training.num_samples training.eval_frequency training.eval_steps dataset.mixture dataset.eval_name
     dataset.eval_split dataset.subset_name dataset.split dataset.num_proc dataset.text_column dataset.prompt_column
     dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.skip_invalid dataset.long_samples
     dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt
@@ -146,6 +146,7 @@ def set_up(
             "model.dtype='float16' needs a loss scale, which only train.py has; use 'bfloat16' or 'float32'"
         )
     claim_save_dir(config)
+    trainer = None
     try:
         trainer = Trainer(config, connect(config, model_config, plan.identity), data, frozen)
         with trainer.writer:
@@ -154,6 +155,8 @@ def set_up(
         dist.destroy_process_group()
     finally:
         CLAIM.close()
+        if trainer and not trainer.stop:  # the program may go on
+            trainer.signals.close()
     if trainer.stop:
         exit_after_signal(trainer.stop)
 

@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import gc
 import hashlib
+import itertools
 import logging
 import multiprocessing.connection
 import os
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its functions would keep the default group alive, see `forget_groups`
+
+from torch.distributed.rendezvous import rendezvous
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
@@ -37,6 +40,7 @@ logger = logging.getLogger("picotron")
 
 NUMBERS = "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # variables that torchrun sets
 TIMEOUT = datetime.timedelta(minutes=30)  # for a rank that waits for others; gloo's own
+RUNS = itertools.count()  # of this process, one after the other
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # settings of users; torch reads both
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h; see man mallopt
@@ -167,6 +171,9 @@ def init_process_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     try:
+        if is_launched():  # each run of a program has keys of its own in the store
+            store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+            members |= {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
         dist.init_process_group(backend, device_id=device_id, **members)
     except RuntimeError as error:
         if backend != "gloo" or missing_ranks(error):
@@ -246,9 +253,15 @@ class StopSignals:
     received = 0  # the signal's number
 
     def __init__(self) -> None:
+        StopSignals.received, self.handlers = 0, dict[int, Any]()
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._note)
+                self.handlers[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Give the signals back to the program, which may go on after its run."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     @staticmethod
     def _note(number: int, _: Any) -> None:

@@ -203,7 +203,7 @@ def balance(model: Llama, rate: float) -> dict[str, float]:
     means = counts.mean(1, keepdim=True)
     steps = rate * (means - counts).sign()
     for number, layer in layers.items():
-        if rate and isinstance(layer.mlp, Experts):
+        if rate and isinstance(layer.mlp, Experts) and layer.mlp.gate.weight.requires_grad:  # else the router is frozen
             bias = layer.mlp.get_parameter(BIAS)
             owned = placement(bias).owned  # with ZeRO-3
             own = slice(None) if owned is None else slice(*owned.bounds(owned.rank))

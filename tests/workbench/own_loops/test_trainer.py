@@ -1,5 +1,6 @@
 """set_up: a loop of one's own resumes, freezes parameters, stops, and numbers its samples."""
 
+import functools
 import math
 import signal
 from pathlib import Path
@@ -30,8 +31,12 @@ from workbench.own_loops.trainer import (
     fingerprint,
     gradient_norms,
     set_up,
+    used_keys,
 )
+from workbench.run.fork_server import STOP_SIGNALS
 from workbench.run.launch import StopSignals
+from workbench.run.ranks import run_ranks
+from workbench.variants.experts import Experts
 
 
 def config_of(folder: Path, model: LlamaConfig | None = None, **keys: Any) -> Config:
@@ -41,36 +46,41 @@ def config_of(folder: Path, model: LlamaConfig | None = None, **keys: Any) -> Co
     return make_config(model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
 
 
-def train_twice(*configs: Config) -> list[float]:
-    """Train in one process as in a notebook: with `set_up`, and again."""
-    dist.destroy_process_group()
-    losses = []
+def train_twice(*configs: Config) -> None:
+    """Train in one process as in a notebook: with `set_up`, and again, and go on."""
+    handlers, losses = [signal.getsignal(each) for each in STOP_SIGNALS], []
     for config in configs:
         with set_up(config, Data("", None, random_rows(config))) as trainer:
             losses += [trainer.train(trainer.next_batches())["loss"] for _ in trainer.steps()]
-    return losses
+    assert losses[:4] == losses[4:]
+    assert len(set(losses)) == 4
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
 
 
 def move_biases(config: Config) -> None:
-    dist.destroy_process_group()
-    with set_up(config, Data("", None, random_rows(config))) as trainer:
-        record = trainer.train(trainer.next_batches())
-        assert record["expert_load"] >= 1
-        assert any(p.any() for name, p in trainer.model.named_parameters() if name.endswith("correction_bias"))
+    """Move the biases of routers, if these are not frozen, by the tokens of steps that were not given up."""
+    for frozen in ("", "lm_head"):
+        trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name: frozen not in name)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(trainer.next_batches(), lambda *_: 1 / 0)  # type: ignore[arg-type]
+        assert not any(each.load for each in trainer.model.modules() if isinstance(each, Experts))
+        assert trainer.train(trainer.next_batches())["expert_load"] >= 1
+        biases = [p for name, p in trainer.model.named_parameters() if name.endswith("correction_bias")]
+        assert any(bias.any() for bias in biases) != bool(frozen)
 
 
 def test_biases_of_routers_move_in_own_loops(pool: WorkerPool, tmp_path: Path) -> None:
     keys = {"model__name": "docs/tiny-bias", "training__router_bias_rate": 0.1, "training__eval_frequency": 0}
     pool.run(move_biases, 1, make_config(checkpoint__save_dir=str(tmp_path), **keys))
+    assert "training.router_bias_rate" in used_keys()
 
 
-def test_a_process_sets_up_one_run_after_the_other(pool: WorkerPool, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "training__micro_batch_size": 4}
+@pytest.mark.processes
+def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "distributed__dp_size": 2}
     half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
     rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
-    (losses,) = pool.run(train_twice, 1, half, rest, again)
-    assert losses[:4] == losses[4:]
-    assert len(set(losses)) == 4
+    run_ranks(2, functools.partial(train_twice, half, rest, again))
 
 
 def freeze_and_stop(config: Config) -> None:
