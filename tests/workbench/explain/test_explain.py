@@ -19,7 +19,7 @@ from picotron.data.loader import MicroBatchDataLoader
 from tests.support.oracle import make_config, random_rows, tiny_llama
 from tests.support.training import CPU, layout_name, step_of, wrapped
 from workbench.explain.explain import Step, route_evenly, run_stages, run_step
-from workbench.explain.fake_group import Message, message
+from workbench.explain.fake_group import message
 from workbench.pipelines.engine import plan_pipeline
 
 pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: Counter[Message] = Counter()
+        self.messages = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":

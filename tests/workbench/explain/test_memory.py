@@ -73,7 +73,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "vocab_size": 127,
 }
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # changes of the config, changes of the model
+CASES = [  # changes of the config, changes of the model
     ({"model__dtype": "float32"}, {"tie_word_embeddings": True}),
     ({"distributed__tp_size": 2, "distributed__sequence_parallel": True}, {"attention_bias": True, "mlp_bias": True}),
     ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),

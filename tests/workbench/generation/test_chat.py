@@ -31,7 +31,7 @@ def change(folder: Path, name: str, value: str) -> None:
 
 def answers_of_transformers(folder: Path, *questions: str) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    contents: list[str] = []
+    contents = []
     for question in questions:
         contents.append(question)
         text = tokenizer.apply_chat_template(conversation(*contents), tokenize=False, add_generation_prompt=True)
@@ -45,7 +45,7 @@ def answers_of_transformers(folder: Path, *questions: str) -> list[str]:
 def test_printed_text_is_that_of_all_tokens_without_halves_of_characters(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, parts = save_tokenizer(tmp_path, kind)(TEXT, add_special_tokens=False)["input_ids"], list[str]()
+    tokens, parts = save_tokenizer(tmp_path, kind)(TEXT, add_special_tokens=False)["input_ids"], []
     encoder = Encoder.read(tmp_path)
     monkeypatch.setattr("workbench.generation.prompts.print_line", lambda text, end: parts.append(text))
     prompt = encoder.encode_messages(conversation("hello"))

@@ -77,7 +77,7 @@ def greedy(sampling: Sampling) -> list[Completion]:
     return found
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {"pp_size": 2, "pp_engine": "zbv", "dp_size": 2},
     {"pp_size": 2, "tp_size": 2},
 ]
@@ -118,7 +118,7 @@ def allowed_after(tokens: list[int]) -> list[int]:
 def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transformers(pool: WorkerPool) -> None:
     plain = greedy(Sampling(70))
     ends = (plain[3].tokens[0], plain[1].tokens[3], 61)  # some tokenizers have an end token that the model lacks
-    constraints: list[dict[str, Any]] = [
+    constraints = [
         {"min_new_tokens": 6},
         {"allowed_tokens": allowed_after},
         {"allowed_tokens": allowed_after, "min_new_tokens": 6},
@@ -127,7 +127,7 @@ def test_first_tokens_do_not_end_and_only_allowed_ones_are_drawn_as_in_transform
     samplings += [Sampling(15, 1.0, seed=2, ends=ends, **each) for each in constraints]
     found = results(pool, {"pp_size": 2}, [(PROMPTS, sampling) for sampling in samplings])
     for ours, constraint in zip(found, constraints, strict=False):
-        options: dict[str, Any] = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
+        options = {"eos_token_id": list(ends), "min_new_tokens": constraint.get("min_new_tokens")}
         if "allowed_tokens" in constraint:
             options["prefix_allowed_tokens_fn"] = lambda _, ids: allowed_after(ids.tolist())
         assert_same(ours, [continued(prompt, 15, **options) for prompt in PROMPTS])
@@ -151,7 +151,7 @@ NEW = 9
 
 def count_calls(layout: dict[str, Any]) -> tuple[int, Counter[str]]:
     """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
-    stage, calls = stage_of(make_config(**layout), MODEL), Counter[str]()
+    stage, calls = stage_of(make_config(**layout), MODEL), Counter()
     start = dist.batch_isend_irecv
 
     def start_batch(operations: list[dist.P2POp]) -> Any:

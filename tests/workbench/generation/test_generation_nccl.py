@@ -24,7 +24,7 @@ from workbench.variants.choose import build_stage
 pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 
 ROUNDS = 4
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {"pp_size": 3, "pp_engine": "interleaved_1f1b"},
     {"pp_size": 3, "pp_engine": "zbv"},
     {"pp_size": 2, "pp_engine": "dualpipev", "tp_size": 2, "dp_size": 2},

@@ -58,7 +58,7 @@ def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
     return log_probs(head, x, batch["target_ids"])
 
 
-LAYOUTS: list[dict[str, Any]] = [  # the last stage is on the last ranks, and on the first ones
+LAYOUTS = [  # the last stage is on the last ranks, and on the first ones
     {"pp_size": 2, "dp_size": 2, "pp_engine": "1f1b"},
     {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
 ]
@@ -149,7 +149,7 @@ def test_each_mistake_is_an_error_on_every_rank(pool: WorkerPool, layout: dict[s
 # and the sentence. The model has a window of 16 tokens, as many as a sequence.
 Change = Callable[[int, dict[str, Any]], dict[str, Any] | None]
 DOCUMENTS = {"cu_seqlens": torch.tensor([0, 8, 16, 32])}
-DIFFERENT: list[tuple[dict[str, Any], Change, str]] = [
+DIFFERENT = [
     ({"pp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "input_ids of micro-batch 0 differs"),
     ({"tp_size": 2}, lambda rank, part: {"target_ids": part["target_ids"].roll(rank)}, "target_ids of micro-batch 0 differs"),
     ({"tp_size": 2}, lambda rank, part: {} if rank else DOCUMENTS, "cu_seqlens of micro-batch 0 differs"),

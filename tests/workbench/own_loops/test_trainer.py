@@ -107,7 +107,7 @@ def resume_with_all(config: Config) -> None:
 
 
 def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"training__lr_scheduler": "constant", "training__warmup_steps": 0}
+    keys = {"training__lr_scheduler": "constant", "training__warmup_steps": 0}
     pool.run(freeze_and_stop, 1, config_of(tmp_path, **keys))
     pool.run(resume_with_all, 2, config_of(tmp_path, **keys, pp_size=2, checkpoint__load_path="latest"))
     assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()

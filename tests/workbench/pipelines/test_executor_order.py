@@ -51,8 +51,8 @@ def live_activations(config: Config, model_config: LlamaConfig) -> tuple[Any, An
     """
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[tuple[int, int], list[Any]] = {}
-    outputs: list[Any] = []
+    kept = {}
+    outputs = []
     forward, rank = StepState.forward, pgm.process_group_manager.pp_rank
 
     def observed_forward(step: StepState, action: Action) -> None:
@@ -84,7 +84,7 @@ def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) 
     model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
     programs = training_schedule(config).programs
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config)):
-        live: set[tuple[int, int]] = set()
+        live = set()
         peak, receivers = 0, 2 if SCHEDULES[engine].placement == "V" else 1  # one in each direction of the V
         for action, (really, outputs) in zip(program, seen, strict=True):
             for part in action.parts:
@@ -100,7 +100,7 @@ def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) 
 def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
     """Return the actions and bucket launches of a step, in the order they finish, and the number of buckets."""
     model, executor = wrapped(config, model_config), Executor(training_schedule(config))
-    events: list[str] = []
+    events = []
     for bucket in model.buckets:
         launch, stage = bucket.launch, placement(bucket.parameters[0]).stage
         bucket.launch = lambda launch=launch, stage=stage: (events.append(f"launch {stage}"), launch())

@@ -30,7 +30,7 @@ def mistake(kind: str) -> str:
     schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of(2)))
     if kind == "missing":
         del modules[1]
-    receives: Any = received(2)
+    receives = received(2)
     if kind == "shape":
 
         def receives(stage: int, batch: dict[str, Any]) -> Message:
@@ -59,7 +59,7 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     for rank in range(4):
         with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
             pipeline = pipeline_of(build(engine, 2, m), [])
-            model: Any = DataParallelBucket(pipeline)
+            model = DataParallelBucket(pipeline)
             Executor(pipeline.schedule)(model, BatchList(data_of(m)), CPU)
         programs.append(program)
     for one_at_a_time in (False, True):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
 CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
-LAYOUTS: list[dict[str, Any]] = [  # with several groups
+LAYOUTS = [  # with several groups
     {"dp_size": 4},
     {"cp_size": 4, "dp_size": 2, "training__activation_checkpointing": "full"},
     {"tp_size": 4, "cp_size": 2, "sequence_parallel": True},  # two tp ranks hold the same key/value head
@@ -39,7 +39,7 @@ LAYOUTS: list[dict[str, Any]] = [  # with several groups
 ]
 
 
-EXPERTS: list[dict[str, Any]] = [
+EXPERTS = [
     {"dp_size": 4},
     {"pp_size": 2, "tp_size": 2, "dp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
     {"dp_size": 4, "dp_engine": "zero3", "training__activation_checkpointing": "full"},

@@ -33,7 +33,7 @@ from workbench.schedules.schedules import build
 )
 def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "1f1b.csv").write_text(as_csv(build("1f1b", 2, 4).programs))
-    keys: dict[str, Any] = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
+    keys = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
     keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
     config = make_config(**keys)
     with pytest.raises(UserError, match=re.escape(message)) as error:

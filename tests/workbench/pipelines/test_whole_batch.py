@@ -59,9 +59,9 @@ def steps(name: str) -> dict[str, Any]:
     """Run a step and evaluations. Returns outputs, losses and gradients."""
     rank = setup_process_group_manager(1, 1, 2, 1).pp_rank
     stages, x, target, batch = stages_and_batch()
-    schedule, dims, losses = build(name, 2, M), {"scale": 1, "mask": None}, list[Tensor]()
+    schedule, dims, losses = build(name, 2, M), {"scale": 1, "mask": None}, []
     receives = torch.empty_like(x[:2], device="meta")
-    model: Any = DataParallelBucket(Pipeline(dict(enumerate(stages)), lambda *_: receives, schedule))
+    model = DataParallelBucket(Pipeline(dict(enumerate(stages)), lambda *_: receives, schedule))
     step = WholeBatchStep(schedule, model, CPU, loss, dims)
     with pytest.raises(UserError, match="should be a list"):
         step(x, target=target, losses=(), **batch)
@@ -71,7 +71,7 @@ def steps(name: str) -> dict[str, Any]:
         with pytest.raises(UserError, match=f"an argument '{name}'"):
             step(x, target=target, **batch, **{name: None})
     outputs = [step(x, target=target, losses=losses, **batch)]
-    backwards = list[Tensor]()
+    backwards = []
     for parameter in stages[rank].parameters():
         parameter.register_hook(backwards.append)
     outputs.append(WholeBatchStep(schedule, model, CPU, None, dims)(x, **batch))

@@ -55,7 +55,7 @@ def test_what_killed_writers_left_is_deleted(folder: Path) -> None:
         "def write(new):\n    (new / 'data').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "cached('kind', 'key', write)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
     assert len(list(folder.glob("*.unfinished/data"))) == 1
     cached("another", "key", Writer())
     assert list(folder.glob("*.unfinished")) == []

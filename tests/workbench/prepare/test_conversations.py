@@ -49,7 +49,7 @@ def test_what_is_not_in_the_text_or_not_counted_is_named_once(folder: str, caplo
     template = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ 'Q' + m.content + '\n' }}
 {%- elif m.role == 'assistant' -%}{{ 'A' }}{%- if m.reasoning and loop.last -%}{{ m.reasoning }}{%- endif -%}
 {%- generation -%}{{ m.content + '\n' }}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"""
-    chats: list[Any] = [
+    chats = [
         {"chat": [USER, ANSWER | {"reasoning": "R", "name": "me"}, USER, ANSWER | {"reasoning": "R"}]},
         {"chat": [USER, ANSWER | {"tool_calls": CALL}, {"role": "tool", "content": "7", "name": "f"}, ANSWER]},
         {"chat": [USER, ANSWER | {"tool_calls": None}], "tools": CALL, "system": "S"},

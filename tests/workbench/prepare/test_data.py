@@ -42,7 +42,7 @@ def test_too_little_data_is_rejected() -> None:
         split_train_eval(text, sample_config(training__micro_batch_size=101))
 
 
-KEYS: dict[str, Any] = {"training__micro_batch_size": 4, "training__eval_frequency": 1, "training__eval_steps": 4}
+KEYS = {"training__micro_batch_size": 4, "training__eval_frequency": 1, "training__eval_steps": 4}
 SAMPLES = Samples(np.arange(4000, dtype=np.uint16), np.ones(4000, np.uint8), np.full(500, 8))
 
 

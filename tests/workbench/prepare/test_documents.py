@@ -136,7 +136,7 @@ def test_the_first_rows_of_a_hub_data_set_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     """A folder stands for the hub."""
-    folder, calls = tmp_path / "somebody", list[bool]()
+    folder, calls = tmp_path / "somebody", []
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(f'{{"n": {i}, "text": "{i}"}}\n' for i in range(5)))
     load, build = datasets.load_dataset, datasets.load_dataset_builder

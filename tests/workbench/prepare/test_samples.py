@@ -5,7 +5,6 @@ import inspect
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -64,7 +63,7 @@ def test_the_template_gets_the_tools_of_a_record(tmp_path: Path, folder: str, te
     """In a table, all objects have the same keys: those that a record lacks are null there."""
     with_template(folder, TOOLS + template)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tools: list[Any] = [
+    tools = [
         [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}],
         None,
         [

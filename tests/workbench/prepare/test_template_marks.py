@@ -36,7 +36,7 @@ def draw_template(dice: random.Random) -> tuple[str, set[str], set[str], str]:
 
 
 def draw_message(dice: random.Random, role: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": f"{role} {dice.random()}"}
+    message = {"role": role, "content": f"{role} {dice.random()}"}
     for key in dice.sample(KEYS, dice.randint(0, 2)):
         message[key] = dice.choice((7, 2.5)) if key == "grade" else f"some {key}"
     if role == "tool":
@@ -61,7 +61,7 @@ def test_what_a_template_ignores_is_named(folder: str, seed: int) -> None:
     tokenizer, dice = AutoTokenizer.from_pretrained(Path(folder)), random.Random(seed)
     for _ in range(10):
         tokenizer.chat_template, roles, keys, calls = draw_template(dice)
-        notes, names = Counter[str](), Counter[str]()
+        notes, names = Counter(), Counter()
         template = ChatTemplate(tokenizer, "a test", notes)
         for _ in range(3):
             drawn = [

@@ -10,7 +10,7 @@ from picotron.console import UserError
 from workbench.pipelines.engine import check_run
 from workbench.run.config_reader import parse_config
 
-MINIMAL: dict[str, Any] = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
+MINIMAL = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     return data
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
+BAD = [
     ({"training__lerning_rate": 1e-3}, "training.lerning_rate; did you mean training.learning_rate?"),
     ({"model__seed": 1}, "did you mean training.seed?"),
     # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have

@@ -31,7 +31,7 @@ def test_programs_run_without_a_standard_output() -> None:
     program = "from workbench.run.launch import exit_on_error, logger, set_up_logging; set_up_logging()"
     program += "; logger.info('one'); exit_on_error(lambda: int('two'))"
     words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", program]
-    result = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    result = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=240)
     assert result.returncode == 1
     assert result.stderr.endswith("ValueError: invalid literal for int() with base 10: 'two'\n\n")
 

@@ -25,8 +25,8 @@ from workbench.run.config_reader import leaf_keys, load_config, type_of
 from workbench.run.model_config import Limits, load_model_config
 from workbench.sweep import table as extract_metrics
 
-TINY: dict[str, Any] = json.loads(Path("template/tiny-llama/config.json").read_text())
-BASE: dict[str, Any] = json.loads(Path("template/base_config.json").read_text())
+TINY = json.loads(Path("template/tiny-llama/config.json").read_text())
+BASE = json.loads(Path("template/base_config.json").read_text())
 ON_BASE = ["--config", "template/base_config.json"]
 
 
@@ -76,7 +76,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 def wrong_values(annotation: Any, lenient: bool = False) -> list[Any]:
     """Return values of a wrong type or out of range. If `lenient`, strings are parsed."""
     kinds = kinds_of(annotation)
-    values: list[Any] = [{}, [[]], {"a": 0}]
+    values = [{}, [[]], {"a": 0}]
     if list not in kinds:
         values.append([])
     if type(None) not in kinds:
@@ -111,7 +111,7 @@ CONFIG_FILES = [
 ]  # fmt: skip
 
 
-MODEL_CONFIGS: list[Any] = [
+MODEL_CONFIGS = [
     "llama", [], None, {"model_type": None}, {"model_type": "mamba"}, {"rope_theta": None, "rope_parameters": None},
     *({name: value} for name, field in Limits.model_fields.items() for value in wrong_values(field.annotation)),
     {"vocab_size": 2**40}, {"num_key_value_heads": 3}, {"head_dim": 3}, {"pad_token_id": 10**6}, {"eos_token_id": [2**70]},
@@ -126,7 +126,7 @@ MODEL_CONFIGS: list[Any] = [
 ]  # fmt: skip
 
 
-INDEXES: list[Any] = [
+INDEXES = [
     "", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}', "[" * 100_000,
     *(json.dumps({"weight_map": {"model.norm.weight": name}}) for name in (
         "", ".", "..", "/etc/passwd", "../secret", "a/b", "a\0b", 5, None, [], "no-such-file", "config.json", "empty", "a" * 300,
@@ -134,7 +134,7 @@ INDEXES: list[Any] = [
 ]  # fmt: skip
 
 
-FILES: dict[str, Callable[[Path], object]] = {
+FILES = {
     "run.json": lambda path: train(["--config", str(path)]),
     "config.json": lambda path: train([*ON_BASE, "--model.name", str(path.parent)]),
     "model.safetensors.index.json": lambda path: SafetensorsFolder(path.parent).read("model.norm.weight", (32,)),  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def generate(words: list[str]) -> None:
         generation.main()
 
 
-COMMANDS: list[tuple[Callable[[list[str]], object], str, list[str]]] = [  # a program, its first words, and some more
+COMMANDS = [  # a program, its first words, and some more
     (train, "", ["--config", "--config no/such.json", "--config ."]),
     (train, "--config template/base_config.json", [
         "--training.seq_length 0", "training.seq_length 4", "--training.seq_length",

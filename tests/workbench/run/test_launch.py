@@ -120,7 +120,7 @@ def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "max_split_size_mb:128")
-    calls: list[Any] = []
+    calls = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     real = torch._C._accelerator_setAllocatorSettings

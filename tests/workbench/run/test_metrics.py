@@ -156,8 +156,8 @@ def test_a_run_does_not_archive_its_own_model(tmp_path: Path) -> None:
 
 
 def log_with_wandb(folder: str, login: str, checkpoint: Any = None) -> dict[str, Any]:
-    calls: dict[str, Any] = {"logged": []}
-    fake: Any = types.ModuleType("wandb")
+    calls = {"logged": []}
+    fake = types.ModuleType("wandb")
     fake.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     fake.login = lambda prompt, verify: login != "none"
     fake.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online", project="theirs"))

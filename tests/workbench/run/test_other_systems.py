@@ -79,6 +79,6 @@ def test_programs_run_without_forks(command: str, line: str, tmp_path: Path) -> 
     tokenizer.save_pretrained(tmp_path)
     LlamaForCausalLM(tiny_llama(vocab_size=260)).save_pretrained(tmp_path)
     words = [sys.executable, *command.replace("FOLDER", str(tmp_path)).split()]
-    result = subprocess.run(words, input="hello\n", capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(words, input="hello\n", capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert re.search(f"^{line}$", result.stdout, re.MULTILINE), result.stdout

@@ -125,7 +125,7 @@ def test_ranks_of_a_notebook_start_clean_and_end_as_programs(tmp_path: Path) -> 
     (program := tmp_path / "program.py").write_text(AS_IN_A_NOTEBOOK)
     words = ["sh", "-c", 'trap "" CHLD; exec "$@"', "sh", sys.executable, program, tmp_path]
     variables = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240)
     cells = [f"4.32e+08 torch.float64 {i} {i}; 4.32e+08 torch.float64 {i} {i}; late; late" for i in (1, 2)]
     assert done.stdout.splitlines() == [*cells, "in a thread", "in a thread"]
     assert (done.returncode, set(done.stderr.splitlines())) == (1, {"the reason"})

@@ -72,7 +72,7 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
     shutil.copytree(prepared, tmp_path / "copy")
     runs = [words("files", **files), words("text", **text), words("resumed", "text/step_00000002", **files)]
     command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     modules = result.stdout.splitlines()[-1].split()
     rooms = {module.split(".")[1] for module in modules if module.startswith("workbench.")}
@@ -114,7 +114,7 @@ def damage(folder: Path, changes: dict[str, Any]) -> None:
 MASKED = {"dataset__mask_documents": True}
 MIXTURE = {"dataset__split": "a", "dataset__mixture": {"b": 1.0}, "model__tokenizer": "bpe"}
 ODD, SHORT = ({name: size, "sizes": {name: size}} for name, size in (("tokens.uint16", 3), ("lengths.int64", 8)))
-MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+MISTAKES = [
     ("text", {FILE: 5}, {}, f"{FILE} is not valid JSON"),
     ("text", {"tokens.uint16": 8}, {}, r"tokens.uint16 has 8 bytes, but [\d,]+ were written; copy the whole folder"),
     ("text", ODD, {}, r"an array in .*/tokens cannot be read \(Size of .*\); tokenise the data again"),

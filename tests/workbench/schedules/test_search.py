@@ -27,7 +27,7 @@ from workbench.schedules.search import Shape, fastest_schedule, hand_made
 from workbench.schedules.simulate import Costs, memory_curves, peak_activations, simulate
 from workbench.schedules.trace import settings_line, trace_path
 
-LOOP: Shape = (1, "loop")
+LOOP = (1, "loop")
 FEW_MOVES = mock.patch.object(search, "BUDGET", 40_000)  # for what holds after any number of moves
 
 
@@ -104,7 +104,7 @@ def test_all_processes_find_the_same_schedule(
 
 
 def auto_config(tmp_path: Path, **changes: Any) -> Any:
-    keys: dict[str, Any] = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
+    keys = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
     if "pp_recording" in keys:
         keys["pp_recording"] = str(tmp_path)
         record(tmp_path)

@@ -18,7 +18,7 @@ from workbench.run.config_reader import load_config
 from workbench.sweep.combinations import folder_names
 from workbench.sweep.jobs import Job, find_jobs
 
-BASE: dict[str, Any] = {
+BASE = {
     "$schema": "config.schema.json",
     "distributed": {"use_cpu": True},
     "model": {"name": "template/tiny-llama", "dtype": "float32"},

@@ -19,7 +19,7 @@ from workbench.sweep.combinations import combinations
 from workbench.sweep.planned_jobs import candidates
 from workbench.sweep.planner import Planner, best_configs, layout_of
 
-BASE: dict[str, Any] = {
+BASE = {
     "distributed": {"use_cpu": False},
     "model": {"name": "docs/llama-3.1-70b", "dtype": "bfloat16"},
     "training": {"seq_length": 4096},
@@ -38,14 +38,14 @@ def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Conf
     )  # fmt: skip
     base = BASE | {"model": BASE["model"] | {k: v for k, v in sizes.items() if k != "num_key_value_heads"}}
     base |= {"training": {"seq_length": seq}}
-    given: dict[str, list[Any]] = {"global_batch_size": [draw.choice([8, 16, 32])]}
+    given = {"global_batch_size": [draw.choice([8, 16, 32])]}
     given |= {"distributed.tp_size": [1, draw.choice([2, 8])], "distributed.cp_size": [draw.choice([1, 1, 2])]}
     given["distributed.pp_size"] = draw.choice([[1, 2, 4, 8], [2, 4]])
     if draw.random() < 0.6:
         chunks = draw.choice([1, 2, 3])
         file = folder / f"{seed}.csv"
         file.write_text(as_csv(build("interleaved_1f1b", 2, 4, 2).programs))
-        options: list[dict[str, list[Any]]] = [
+        options = [
             {"distributed.pp_engine": ["afab", "zb_h1", "dualpipev", "looped_bfs"]},
             {"distributed.pp_engine": ["zb_h1", "interleaved_1f1b"], "schedule.pp_chunks": [chunks]},
             {"distributed.pp_engine": ["interleaved_1f1b"], "schedule.pp_group_size": [2, 4, 8]},
@@ -80,7 +80,7 @@ def check_space(seed: int, folder: Path, count: int = 4) -> None:
         if needed <= USABLE * gib:
             fitting.append((seconds, i))
     best, _ = best_configs(tried, model, hardware, gib, count)
-    fastest = dict[Any, dict[str, Any]]()
+    fastest = {}
     for _, i in sorted(fitting):
         fastest.setdefault(layout_of(tried[i][1]), tried[i][0])
     assert best == list(fastest.values())[:count]

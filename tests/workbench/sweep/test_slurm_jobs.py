@@ -108,7 +108,7 @@ def test_reconcile_status_combines_status_txt_and_slurm(recorded: Any, state: st
 
 def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"squeue": "12|RUNNING\n", "sacct": "7|CANCELLED by 1000\n8|OUT_OF_MEMORY\n"}
-    commands: list[list[str]] = []
+    commands = []
     monkeypatch.setattr(slurm, "run_slurm", lambda command: commands.append(command) or answers[command[0]])
     assert slurm.query_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
     assert commands[1][-1] == "--jobs=7,8,9"
@@ -120,7 +120,7 @@ def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest
 def test_jobs_are_submitted_in_chains_and_cancelled(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs, ids, after, cancelled = [make_job(name) for name in "abc"], iter("789"), list[Any](), list[str]()
+    jobs, ids, after, cancelled = [make_job(name) for name in "abc"], iter("789"), [], []
 
     def run_slurm(command: list[str]) -> str:
         if command[0] == "sbatch":

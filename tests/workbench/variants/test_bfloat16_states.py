@@ -105,7 +105,7 @@ def weights_after_updates(config: Config, expected: dict[str, Tensor] | None) ->
     return different
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {"dp_size": 3, "dp_engine": "zero3"},
     {"pp_size": 2},  # whose two ranks hold the tied matrix
     {"cp_size": 2, "tp_size": 2, "dp_engine": "zero1", "sequence_parallel": True},  # both tp ranks hold the kv head

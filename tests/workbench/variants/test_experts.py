@@ -37,7 +37,7 @@ def loads(layout: dict[str, Any]) -> list[dict[str, float]]:
     """Return the load of the experts of each step."""
     config, model_config = config_of(layout), small_config("mixtral")
     model = wrapped(config, model_config)
-    found, attributes = list[dict[str, float]](), vars(unwrap(model))
+    found, attributes = [], vars(unwrap(model))
     balance = attributes["after_step"]
     attributes["after_step"] = lambda: found.append(balance())
     train_steps(model, config, model_config)
@@ -59,7 +59,7 @@ def test_router_in_bfloat16_equals_transformers(family: str) -> None:
     """So do the dtypes of the weights, which Mixtral does not round."""
     config = small_config(family, hidden_size=64)
     theirs = AutoModelForCausalLM.from_config(config).bfloat16().model.layers[-1].mlp.gate
-    ours: Any = our_model(config, torch.bfloat16).model.layers["2"].mlp
+    ours = our_model(config, torch.bfloat16).model.layers["2"].mlp
     if family == "dots1":  # which stays in float32
         theirs.e_score_correction_bias = ours.gate.e_score_correction_bias.data
         assert theirs.e_score_correction_bias.dtype == torch.float32

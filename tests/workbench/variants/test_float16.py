@@ -69,7 +69,7 @@ def with_grad_scaler(config: Config) -> dict[str, Any]:
     return {"losses": losses, "grad_norms": norms, "weights": weights}
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {},
     {"cp_size": 2, "tp_size": 2},
     {"dp_size": 2, "dp_engine": "zero3"},

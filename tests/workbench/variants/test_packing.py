@@ -61,7 +61,7 @@ def expected(parts: list[tuple[list[int], list[int]]], length: int, drops_long: 
 
 def naive_loads(sizes: list[int], capacity: int) -> list[int]:
     """Pack by best-fit decreasing, looking at every row for every item."""
-    loads: list[int] = []
+    loads = []
     for size in sorted(sizes, reverse=True):
         fits = [load for load in loads if load + size <= capacity]
         if fits:

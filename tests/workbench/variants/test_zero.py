@@ -103,7 +103,7 @@ def second_tied_vector() -> tuple[tuple[int, int], str | None]:
     by which bfloat16 states are rounded. On the first stage, a vector that is used twice precedes it.
     """
     setup_process_group_manager(1, 1, 2, 2)
-    stages: dict[int, nn.Module] = {0: nn.Module(), 1: nn.Module()}
+    stages = {0: nn.Module(), 1: nn.Module()}
     for stage, name in ((0, "a"), (0, "c"), (0, "b"), (1, "d")):
         stages[stage].register_parameter(name, nn.Parameter(torch.zeros(5)))
     tied = [[(0, "a"), (0, "c")], [(0, "b"), (1, "d")]]

@@ -146,7 +146,7 @@ class Uncalled(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(SIZE, SIZE), nn.Sequential(nn.Linear(SIZE, 20_000))])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers[1][0](self.layers[0](x))
+        y = self.layers[1][0](self.layers[0](x))
         return y
 
 

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+DAMAGES = [
     (WEIGHTS, lambda path: flip(path, -7), r"is damaged: the checksum of bytes \d+ to \d+"),
     (MOMENTS, lambda path: flip(path, 5000), "is damaged"),
     (WEIGHTS, truncate, "has .* bytes, but .* were written"),

@@ -38,7 +38,7 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Pa
         time.sleep(0.3 if progress.step == 1 else 0)
         write(self, progress, *others)
 
-    addresses: list[list[int]] = []
+    addresses = []
     with mock.patch.object(CheckpointWriter, "_write", late):
         for step in (1, 2):
             for each in writer.files.slices():
@@ -65,7 +65,7 @@ def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_writ
 
 
 def train_and_list_what_is_synchronised(*arguments: Any) -> list[Path]:
-    synchronised: list[Path] = []
+    synchronised = []
     with mock.patch.object(
         os, "fsync", lambda number: synchronised.append(Path(os.readlink(f"/proc/self/fd/{number}")))
     ):

@@ -29,8 +29,8 @@ def test_tensors_on_a_gpu_are_copied_to_pinned_memory_with_one_wait(
     caplog: pytest.LogCaptureFixture, pinnable: int, allocations: list[str]
 ) -> None:
     """The GPU and the memory are stand-ins, which note what is asked of them."""
-    tensors: list[Any] = [mock.Mock(shape=(size,), dtype=torch.float32, is_cuda=True) for size in range(3)]
-    calls: list[Any] = []
+    tensors = [mock.Mock(shape=(size,), dtype=torch.float32, is_cuda=True) for size in range(3)]
+    calls = []
 
     def empty(shape: Any, dtype: Any, pin_memory: bool = False) -> Any:
         calls.append("pinned" if pin_memory else "pageable")

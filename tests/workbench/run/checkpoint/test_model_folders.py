@@ -61,7 +61,7 @@ def logits_of(folder: Path) -> tuple[Tensor | str, list[str]]:
 
 OTHERS = {"value_head.weight": torch.ones(1, 32), "model.layers.3.input_layernorm.weight": torch.ones(32)}
 OTHERS |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
-READ: list[tuple[bool, Callable[[Tensors], Tensors], str]] = [  # whether the ends are tied, a change, and the warning
+READ = [  # whether the ends are tied, a change, and the warning
     (True, lambda tensors: tensors | {HEAD: tensors[EMBEDDING].clone()}, ""),
     (True, lambda tensors: {HEAD if name == EMBEDDING else name: each for name, each in tensors.items()}, ""),
     (False, lambda tensors: tensors | {MATRIX: tensors[MATRIX].half()}, ""),
@@ -85,7 +85,7 @@ def as_dtype(dtype: torch.dtype) -> Callable[[Path], object]:
 
 
 IN_LAST_ROW = torch.arange(61)[:, None] == 60  # which the last rank compares
-REFUSED: list[tuple[bool, Callable[[Path], object], str]] = [  # whether the ends are tied, a change, and the sentence
+REFUSED = [  # whether the ends are tied, a change, and the sentence
     (True, lambda folder: edit(folder, lambda tensors: tensors | {HEAD: tensors[EMBEDDING] + IN_LAST_ROW}),
      "has its own lm_head.weight, which differs from model.embed_tokens.weight, but tie_word_embeddings is true"),
     (False, lambda folder: edit(folder, lambda tensors: {name: tensors[name] for name in tensors if name != HEAD}),

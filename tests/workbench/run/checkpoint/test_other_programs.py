@@ -30,7 +30,7 @@ for folder in sys.argv[1:]:
     torch.save(model(torch.arange(256)[None] % 61).logits.detach(), folder + "/logits.pt")
     assert transformers.AutoTokenizer.from_pretrained(folder)("def f(x)")["input_ids"] == IDS
 """
-ROPE: list[dict[str, Any]] = [
+ROPE = [
     {"rope_type": "default", "rope_theta": 500000.0},
     {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0},
     {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
