@@ -45,18 +45,21 @@ def counted(config: Config) -> list[str]:
 
 
 def test_what_is_not_in_the_text_or_not_counted_is_named_once(folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A template that knows two roles and one key, cuts reasoning from earlier turns, and counts the answer alone."""
+    """A template that knows two roles and one key, cuts reasoning from earlier turns, compares a number that it does
+    not print, and counts the answer alone.
+    """
     template = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ 'Q' + m.content + '\n' }}
 {%- elif m.role == 'assistant' -%}{{ 'A' }}{%- if m.reasoning and loop.last -%}{{ m.reasoning }}{%- endif -%}
+{%- if m.grade and m.grade > 10**30 -%}{{ '!' }}{%- endif -%}
 {%- generation -%}{{ m.content + '\n' }}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"""
     chats = [
-        {"chat": [USER, ANSWER | {"reasoning": "R", "name": "me"}, USER, ANSWER | {"reasoning": "R"}]},
+        {"chat": [USER, ANSWER | {"reasoning": "R", "name": "me"}, USER, ANSWER | {"reasoning": "R", "grade": 7}]},
         {"chat": [USER, ANSWER | {"tool_calls": CALL}, {"role": "tool", "content": "7", "name": "f"}, ANSWER]},
         {"chat": [USER, ANSWER | {"tool_calls": None}], "tools": CALL, "system": "S"},
     ]
     encode(data_of(folder, template, chats))
     lines = sorted(record.getMessage() for record in caplog.records if " conversations" in record.getMessage())
-    ignored = ["'arguments' of 'tool_calls'", "'name'", "'name' of 'tool_calls'", "'reasoning'", "'tools'"]
+    ignored = ["'arguments' of 'tool_calls'", "'grade'", "'name'", "'name' of 'tool_calls'", "'reasoning'", "'tools'"]
     ignored += [f"the content of messages with the role {role!r}" for role in ("system", "tool")]
     assert lines == [
         *(f"the chat template ignores {name} in 1 of 3 conversations" for name in ignored),
@@ -88,19 +91,20 @@ def test_arguments_are_what_the_template_expects(folder: str, form: str) -> None
 
 
 def test_messages_of_sharegpt_are_those_of_the_template(folder: str) -> None:
-    words = {"human": "Q", "function_call": '{"name": "f", "arguments": {"x": 1}}', "observation": "7", "bing": "A"}
+    """The parts of a content are joined."""
+    question = [{"type": "text", "text": text} for text in "QR"]
+    words = {
+        "human": question,
+        "function_call": '{"name": "f", "arguments": {"x": 1}}',
+        "observation": "7",
+        "bing": "A",
+    }
     chat = [{"from": role, "value": value} for role, value in words.items()]
     records = [{"chat": each, "system": "S"} for each in (chat, json.dumps(chat))]
     found, same = counted(data_of(folder, TOOL_TEMPLATE.replace("CALLS", f"({FORMS['objects']})"), records))
-    parts = ["system\nS", "user\nQ", 'assistant\n[[{"x": 1}', "tool\n7", "assistant\n[[A"]
+    parts = ["system\nS", "user\nQ\nR<|im_end|>", 'assistant\n[[{"x": 1}', "tool\n7", "assistant\n[[A"]
     assert [part for part in parts if part not in found] == []
     assert same == found
-
-
-def test_contents_of_parts_are_texts(folder: str) -> None:
-    parts = [{"type": "text", "text": text} for text in "QR"]
-    (found,) = counted(data_of(folder, CHATML, [{"chat": [USER | {"content": parts}, ANSWER]}]))
-    assert "user\nQ\nR<|im_end|>" in found
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
