@@ -1,26 +1,18 @@
 """The loss of a model on a text, and its continuation of a prompt, against transformers."""
 
 import ast
-import json
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import train
-from conformance.worker_pool import WorkerPool
-from picotron import process_group_manager as pgm
-from picotron.config import Config
-from tests.support.oracle import CPU, tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.program import options, run
-from workbench.own_loops import evaluation
+from tests.support.samples import write_jsonl
 
 TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))
 
@@ -56,35 +48,16 @@ def words_of(model: Path, layout: dict[str, int], **keys: Any) -> list[str]:
     return options(keys)
 
 
-def evaluated(words: list[str], cache: Path) -> list[str]:
-    """Run train.py on this rank of a pool. Returns the lines of the evaluation."""
-
-    def connect(config: Config, *_: Any) -> torch.device:
-        layout = config.distributed
-        pgm.setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-        return CPU
-
-    with (
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache)),
-        mock.patch.object(sys, "argv", ["train.py", "--config", "template/base_config.json", *words]),
-        mock.patch.multiple(train, set_up_logging=lambda: None, run_ranks=lambda _, evaluate: evaluate()),
-        mock.patch.object(evaluation, "connect", connect),
-        mock.patch.object(evaluation, "print_line") as print_line,
-    ):
-        train.main()
-    return [call.args[0] for call in print_line.call_args_list]
-
-
-def test_the_loss_on_a_text_equals_that_of_transformers(pool: WorkerPool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path, tmp_path: Path) -> None:
     """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
-    path = tmp_path / "text.jsonl"
-    path.write_text(json.dumps({"text": TEXT}) + "\n")
+    path = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}])
     sizes = {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
     words = words_of(model, {"dp_size": 2, "cp_size": 2}, **sizes, **{"checkpoint.save_dir": tmp_path / "run"})
-    (line,), *others = pool.run(evaluated, 4, [*words, "--evaluate", str(path)], tmp_path / "cache")
+    result = run(home, *words, "--evaluate", path)
     targets, loss, bits = expected(model, 24)
-    assert line == f"{path}: {targets:,} tokens | loss {loss:.4f} | {bits:.4f} bits per byte"
-    assert others == [[]] * 3
+    line = f"{path}: {targets:,} tokens | loss {loss:.4f} | {bits:.4f} bits per byte\n"
+    assert result.stdout.count(line) == 1, result.stderr
     assert not (tmp_path / "run").exists()
 
 

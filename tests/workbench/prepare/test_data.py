@@ -14,12 +14,12 @@ from picotron.console import UserError
 from picotron.data.loader import TextRows, epoch_order
 from tests.fuzz.tokenizer_kinds import CORPUS, make_tokenizer
 from tests.support.oracle import make_config, random_tokens, tiny_llama
-from tests.support.samples import config_of, encode, write_jsonl
+from tests.support.samples import PROMPTS, config_of, encode, write_jsonl
 from workbench.prepare.tokens import write_tokens
 from workbench.run.rows import SomeRows, data_fingerprint, targets_and_bytes
 from workbench.run.token_files import Samples, Text, map_token_files
 from workbench.variants.choose import split_train_eval
-from workbench.variants.whole import MaskedRows, WholeText
+from workbench.variants.whole import MaskedRows
 
 CPU = torch.device("cpu")
 
@@ -60,16 +60,6 @@ def test_evaluation_reads_rows_of_all_data_that_are_not_trained_on(data: Text | 
     assert ((starts > 0.5).sum(), (starts > 0.25).sum()) in [(n, m) for n in range(4, 13) for m in range(8, 16)]
     other = split_train_eval(data, sample_config(**KEYS | {"training__seed": 1}))[1]
     assert [other[i].input_ids[0] for i in range(16)] != [evaluation[i].input_ids[0] for i in range(16)]
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 11, 40, 41, 42, 81, 999])
-def test_the_rows_of_a_whole_text_have_every_target_once(size: int) -> None:
-    tokens = np.arange(1, size + 1, dtype=np.uint16)
-    rows = WholeText(tokens, 10, None, 4)
-    assert len(rows) % 4 == 0
-    found = [row.target_ids[row.counted == 1] for row in map(rows.__getitem__, range(len(rows)))]
-    assert np.concatenate([np.empty(0), *found]).tolist() == tokens[1:].tolist()
-    assert rows.counts.tolist() == [len(each) for each in found]
 
 
 # -------------------------------------------------------------------------------------------------- fingerprints
@@ -125,8 +115,7 @@ def test_bytes_of_samples_are_those_of_their_completions(folder: str, tmp_path: 
         folder,
         training__seq_length=1000,
         training__micro_batch_size=1,
-        dataset__prompt_column="q",
-        dataset__completion_column="a",
+        **PROMPTS,
     )
     samples = encode(config, 480)
     rows, _ = split_train_eval(samples, config)

@@ -41,13 +41,6 @@ print("modules", *modules)
 """
 
 
-def write_data(folder: Path, kind: str) -> tuple[str, dict[str, str]]:
-    """Write a data set of text or of samples. Returns its name, and the columns by their keys."""
-    records = [{"text": text} if kind == "text" else {"q": text[:20], "a": text} for text in TEXTS]
-    columns = {} if kind == "text" else {key.replace("__", "."): column for key, column in PROMPTS.items()}
-    return write_jsonl(folder / "data.jsonl", records), columns
-
-
 @pytest.mark.processes
 def test_a_run_on_token_files_equals_the_run_on_their_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -56,7 +49,7 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
     files imports no code that makes them.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name, _ = write_data(tmp_path, "text")
+    name = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
 
     def words(save_dir: str, load_path: str = "", **data: Any) -> list[str]:
@@ -95,8 +88,7 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
 def folders(tmp_path: Path, folder: str) -> dict[str, Path]:
     """Copies of the token files of a text and of samples."""
     for kind in ("text", "samples"):
-        (tmp_path / kind).mkdir()
-        name, _ = write_data(tmp_path / kind, kind)
+        name = write_jsonl(tmp_path / f"{kind}.jsonl", [{"text": text, "q": text[:20], "a": text} for text in TEXTS])
         config = make_config(dataset__name=name, model__tokenizer=folder, **PROMPTS if kind == "samples" else {})
         shutil.copytree(write_tokens(config, MODEL), tmp_path / kind / "tokens")
     return {kind: tmp_path / kind / "tokens" for kind in ("text", "samples")}

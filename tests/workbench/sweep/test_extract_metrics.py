@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from tests.support.samples import write_jsonl
 from workbench.sweep import table as extract_metrics
 from workbench.sweep.jobs import Job, find_jobs
 
@@ -144,7 +145,7 @@ def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
 def test_archived_runs_are_ignored_and_the_config_of_a_run_is_that_of_its_folder(tmp_path: Path) -> None:
     new_job = job(tmp_path / "again", steps(8), "running")
     (archive := new_job.run_folder / "earlier.1").mkdir()
-    (archive / "metrics.jsonl").write_text(json.dumps(record(99, 1.0, 0.0)) + "\n")
+    write_jsonl(archive / "metrics.jsonl", [record(99, 1.0, 0.0)])
     (archive / "config.json").write_text("{}")
     config = new_job.config_file.read_text()
     (new_job.run_folder / "config.json").write_text(config.replace('"dp_size": 2', '"dp_size": 7'))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
 from tests.support.checkpoints import BATCH, Run, first_half, model_of, run_config, tensors_of
 from tests.support.oracle import assert_close, with_exact_norms
+from tests.support.samples import write_jsonl
 from workbench.run.checkpoint import safetensors_folder
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
@@ -76,8 +76,8 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
 
 def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 4.0, 10: 5.0}  # step 3 has no checkpoint
-    lines = [json.dumps({"step": step, "loss": 1.0, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    records = [{"step": step, "loss": 1.0, "eval_loss": loss} for step, loss in losses.items()]
+    write_jsonl(tmp_path / "metrics.jsonl", records)
     keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 1, "checkpoint__keep_best": True}
     run(run_config(tmp_path, {}, training__eval_frequency=1, **keys))
     assert list(checkpoint_folders(tmp_path)) == [4, 10]
@@ -103,5 +103,3 @@ def test_a_run_resumes_with_other_data_or_batches(
 def test_a_checkpoint_without_its_state_has_weights(tmp_path: Path) -> None:
     (tmp_path / "exp_avg.safetensors").touch()
     assert read_state(tmp_path, weights_only=True) is None
-    with pytest.raises(UserError, match=r"trainer_state\.json is missing"):
-        read_state(tmp_path)

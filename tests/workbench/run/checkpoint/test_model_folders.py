@@ -23,6 +23,7 @@ from picotron.model.weights import materialise
 from tests.support.checkpoints import Run, run_config
 from tests.support.messages import error_of, logged_warnings
 from tests.support.oracle import assert_close, tiny_llama
+from tests.support.samples import write_jsonl
 from tests.support.training import CPU
 from workbench.export import export
 from workbench.run.checkpoint.checkpoint import STATE_FILE, Checkpoint
@@ -112,8 +113,7 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run
     folder, keys = tmp_path / "my run", {"model__dtype": "bfloat16", "checkpoint__save_frequency": 5}
     mixture = {str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0}
     run(run_config(folder, {"dp_size": 2}, dataset__mixture=mixture, **keys))
-    records = [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    write_jsonl(folder / "metrics.jsonl", [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}])
     checkpoint, exported = folder / "step_00000005", tmp_path / "model"
     (checkpoint / "model.safetensors").rename(tmp_path / "blob")
     (checkpoint / "model.safetensors").symlink_to("../../blob")  # as in the hub's cache
