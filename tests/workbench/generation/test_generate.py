@@ -19,7 +19,7 @@ from tests.support.program import TORCHRUN
 from tests.support.samples import read_jsonl
 from tests.workbench.generation.conftest import Complete, continued, save_generator
 from workbench.generation.program import load_model
-from workbench.generation.prompts import Encoder, prompt_of, read_prompts
+from workbench.generation.prompts import Encoder, read_prompts
 from workbench.generation.rotation import generate as generate_tokens
 from workbench.generation.sampling import Sampling
 
@@ -149,7 +149,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
         ("p.jsonl", b'{"prompt": "a", "messages": "b"}\n', "line 1, has the keys prompt and messages"),
         ("p.txt", b"a\nb\xff\n", "p.txt, line 2, is not valid UTF-8"),
         ("p.txt", b"", "p.txt has no prompts"),
-        ("p.txt", b"\xef\xbb\xbfa\nb\n", {1: {"prompt": "a"}, 2: {"prompt": "b"}}),
+        ("p.txt", b"\xef\xbb\xbfa\n[<\n", {1: {"prompt": "a"}, 2: {"prompt": "[<"}}),  # a text, and no JSON
         *(
             ("p.jsonl", json.dumps({key: value, "tools": [], "other": 1}).encode(), {1: {found: value} | more})
             for key in ("prompt", "messages")
@@ -166,10 +166,6 @@ def test_prompts_are_read_or_their_broken_line_is_named(
             read_prompts(tmp_path / name)
     else:
         assert read_prompts(tmp_path / name) == {f"{tmp_path / name}, line {i},": expected[i] for i in expected}
-
-
-def test_a_prompt_that_begins_with_a_bracket_is_a_text() -> None:
-    assert prompt_of({"prompt": "[<"}) == {"prompt": "[<"}
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,8 @@ from picotron.model.families import model_cost
 from picotron.model.llama import Llama
 from picotron.parallelize import unwrap
 from tests.support.checkpoints import Run, run_config
-from tests.support.messages import error_of
 from tests.support.oracle import make_config, oracle_model, our_model
 from tests.support.training import train_steps, wrapped
-from workbench.explain.explain import explain
-from workbench.generation.rotation import generate
-from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.model_config import load_model_config
@@ -117,22 +113,6 @@ def test_models_that_cannot_run_are_refused(
     config = make_config(model__name=str(tmp_path), **layout)
     with pytest.raises(UserError, match=sentence):
         check_layout(config, load_model_config(config.model))
-
-
-def test_time_of_experts_is_not_forecast(tmp_path: Path) -> None:
-    small_config("mixtral").save_pretrained(tmp_path)
-    config = make_config(model__name=str(tmp_path), distributed__use_cpu=False, model__dtype="bfloat16")
-    with pytest.raises(UserError, match=r"model_type='mixtral' has experts, .* no forecast"):
-        explain(config, "H100")
-
-
-def generate_on_ranks() -> str:
-    model = wrapped(config_of({"dp_size": 2, "ep_size": 2}), small_config("mixtral"))
-    return error_of(lambda: generate(model.module, [[1, 2]], Sampling(3)))
-
-
-def test_experts_on_several_ranks_do_not_generate(pool: WorkerPool) -> None:
-    assert all("ep_size=1" in each for each in pool.run(generate_on_ranks, 2))
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
