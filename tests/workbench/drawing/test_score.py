@@ -1,7 +1,5 @@
 """The scoreboard of schedules: hand-worked figures, bounds that hold, errors in one sentence, and valid entries."""
 
-from pathlib import Path
-
 import pytest
 
 from docs.programs.scoreboard import FOLDER, read_entry
@@ -33,18 +31,14 @@ def test_bound_by_hand() -> None:
     assert bound(Setting(4, 8, "p/3", 0.0, "equal")) == 1.5 + 8 * 5
 
 
-def check_entry(path: Path) -> None:
-    entry = read_entry(path)
-    check(entry.schedule)
-    pp, micro_batches = map(int, path.stem.split("_")[-2:])
-    claimed = [setting for setting in settings(pp, micro_batches) if setting.memory == entry.memory]
-    assert len(claimed) == len(MESSAGES) * len(TIMES)
-    assert all(setting.admits(entry.schedule) for setting in claimed)
-    assert entry.name
-    assert entry.author
-    assert entry.link.startswith("https://")
-
-
 def test_entries_fit_the_settings_that_they_claim() -> None:
     for path in FOLDER.glob("*.csv"):
-        check_entry(path)
+        entry = read_entry(path)
+        check(entry.schedule)
+        pp, micro_batches = map(int, path.stem.split("_")[-2:])
+        claimed = [setting for setting in settings(pp, micro_batches) if setting.memory == entry.memory]
+        assert len(claimed) == len(MESSAGES) * len(TIMES)
+        assert all(setting.admits(entry.schedule) for setting in claimed)
+        assert entry.name
+        assert entry.author
+        assert entry.link.startswith("https://")

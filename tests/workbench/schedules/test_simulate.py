@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from benchmarks.zero_bubble import CASES, Case
 from workbench.schedules.actions import parse_action
 from workbench.schedules.schedules import SCHEDULES, build, forward_only
 from workbench.schedules.simulate import (
@@ -76,28 +75,12 @@ def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) ->
         assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, m {case.m}")
-def test_bubbles_are_those_of_the_zero_bubble_paper(case: Case) -> None:
-    assert case.rate_of("1f1b") == pytest.approx(case.of_1f1b, abs=5.1e-5)
-    assert case.rate_of("zb_h1") == pytest.approx(case.of_zb_h1, abs=5.1e-5)
-
-
 def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:
     for pp, m in GRID:
         if m >= 2 * pp - 1:
             for rank, spans in enumerate(timeline_of("zbv", pp, m).spans):
                 assert spans[0].start == pytest.approx(rank / 2)
                 assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # the computing time of a rank
-
-
-@pytest.mark.parametrize("overlapped", [0.8, 0.7])
-def test_pairs_that_overlap_shorten_dualpipev(overlapped: float) -> None:
-    """The formulas are in the README of DeepSeek's DualPipe, with times of one of a rank's two stages."""
-    for (pp, m), W in itertools.product(GRID, (1.0, 0.5)):
-        if m >= 2 * pp:
-            idle = timeline_of("dualpipev", pp, m, B=1 + W, W=W, overlapped=overlapped).idle
-            assert max(idle) == pytest.approx(idle[-1])
-            assert idle[-1] == pytest.approx((pp - 1) * (overlapped * (2 + W) + 1 - 2 * W) / 2)
 
 
 def test_peak_counts_deferred_units_and_temporary_memory() -> None:
