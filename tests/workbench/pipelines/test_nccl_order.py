@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.nccl_programs import record
-from tests.support.oracle import tiny_llama
-from tests.support.training import layout_name, pipeline_config
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import layout_name
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import parse_action
 from workbench.schedules.nccl_calls import Compute, Event, Operation, Program, most_in_flight
@@ -48,8 +48,7 @@ EXPERTS = [
 
 def recorded(layout: dict[str, Any], micro_batches: int, family: str = "llama", tied: bool = False) -> list[Program]:
     """Record a step and an evaluation of a model with one layer per stage, at least two."""
-    keys = {"pp_engine": "1f1b", "pp_size": 1, "training__eval_steps": 1} | layout
-    config = pipeline_config(keys.pop("pp_engine"), keys.pop("pp_size"), micro_batches, **keys)
+    config = make_config(training__gradient_accumulation_steps=micro_batches, training__eval_steps=1, **layout)
     layers = max(2, training_schedule(config).num_stages)
     return record(config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied))
 
