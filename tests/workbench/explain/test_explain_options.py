@@ -9,21 +9,9 @@ import pytest
 
 import train
 from picotron.console import UserError
-from tests.support.oracle import tiny_llama
 from tests.workbench.explain.test_explain import config_of
-from workbench.explain.explain import run_rank, run_stages
 from workbench.explain.measure import cores, find_hardware
-from workbench.pipelines.engine import plan_pipeline
 from workbench.run.config_reader import parse_command_line
-
-
-def test_brief_steps_equal_full_ones() -> None:
-    """`run_stages` plays only pp ranks that differ, with few micro-batches; here, all are played with all."""
-    config, model_config = config_of(5, pp_size=4, tp_size=2, sequence_parallel=True), tiny_llama(num_hidden_layers=6)
-    plan = plan_pipeline(config, model_config)
-    per_stage = config.distributed.cp_size * config.distributed.tp_size
-    full = [run_rank(rank * per_stage, config, model_config, plan) for rank in range(config.distributed.pp_size)]
-    assert run_stages(config, model_config, plan) == full
 
 
 @pytest.fixture

@@ -147,11 +147,13 @@ MEASURED = {  # GB that torch has allocated on an H100 at the peak of a step, se
 
 @pytest.mark.parametrize(("kind", "compiled"), MEASURED)
 def test_estimated_memory_is_that_of_a_gpu(kind: str, compiled: bool) -> None:
-    changes = {"compile": compiled, "activation_checkpointing": kind, "seq_length": 2048, "micro_batch_size": 4}
     config = make_config(
-        distributed__use_cpu=False,
+        use_cpu=False,
         model__dtype="bfloat16",
-        **{f"training__{key}": value for key, value in changes.items()},
+        training__compile=compiled,
+        training__activation_checkpointing=kind,
+        training__seq_length=2048,
+        training__micro_batch_size=4,
     )
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "vocab_size": 49152}
     model = LlamaConfig(**sizes, num_attention_heads=32, max_position_embeddings=2048, tie_word_embeddings=True)

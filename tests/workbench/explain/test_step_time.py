@@ -36,7 +36,7 @@ def times(hardware: Hardware, model: dict[str, Any] | None = None, **changes: An
     "layout",
     [
         {"tp_size": 2},
-        {"tp_size": 4, "sequence_parallel": True, "checkpointing": "full"},
+        {"tp_size": 4, "sequence_parallel": True, "training__activation_checkpointing": "full"},
         {"cp_size": 2, "cp_engine": "all_gather"},
         {"cp_size": 4, "cp_engine": "ulysses"},
         {"dp_size": 4, "dp_engine": "zero3"},
@@ -48,10 +48,8 @@ def test_bytes_that_nothing_hides_are_those_of_the_played_step(layout: dict[str,
     """The played step also sends three numbers per token for the loss, norms of gradients and the like: here, they are
     left out.
     """
-    keys = {key: value for key, value in layout.items() if key != "checkpointing"}
-    keys |= {"training__activation_checkpointing": layout.get("checkpointing", "none")}
-    keys |= {"training__gradient_accumulation_steps": 2}
-    config, model_config = make_config(model__dtype="bfloat16", **keys), tiny_llama(**MODEL)
+    config = make_config(model__dtype="bfloat16", training__gradient_accumulation_steps=2, **layout)
+    model_config = tiny_llama(**MODEL)
     plan = plan_pipeline(config, model_config)
     found = forecast(config, model_config, plan, ONLY_LINKS).seconds
     (step,) = run_stages(config, model_config, plan)
@@ -150,9 +148,8 @@ def test_hardware_of_ones_own_begins_with_that_of_the_table(tmp_path: Path) -> N
 def test_invalid_hardware_is_rejected(tmp_path: Path, data: dict[str, Any], message: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         read_hardware(path)
-    assert message in str(error.value)
 
 
 def test_a_dtype_without_a_rate_is_rejected() -> None:
