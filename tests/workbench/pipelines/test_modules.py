@@ -26,28 +26,25 @@ from workbench.schedules.schedules import build
 
 
 def mistake(kind: str) -> str:
-    grid = setup_process_group_manager(1, 1, 2, 1)
+    if setup_process_group_manager(1, 1, 2, 1).pp_rank == 1:
+        return ""
     schedule, modules = build("1f1b", 2, 2), dict(enumerate(modules_of(2)))
     if kind == "missing":
-        del modules[1]
-    receives = received(2)
-    if kind == "shape":
+        del modules[0]
 
-        def receives(stage: int, batch: dict[str, Any]) -> Message:
-            return received(2)(stage, batch | {"source": batch["source"][:, 1:]})
+    def receives(stage: int, batch: dict[str, Any]) -> Message:
+        return received(2)(stage, batch | {"source": batch["source"][:, 1:]})
 
     try:
         pipeline = Pipeline(modules, receives, schedule)
-        if grid.pp_rank == 0 and kind != "missing":
-            batches = data_of(2)
-            StepState(schedule, DataParallelBucket(pipeline), batches, CPU).forward(Action("F", 0, 0))
+        StepState(schedule, DataParallelBucket(pipeline), data_of(2), CPU).forward(Action("F", 0, 0))
     except (UserError, ValueError) as error:
         return str(error)
     return ""
 
 
 def test_mistakes_are_one_sentence(pool: WorkerPool) -> None:
-    assert pool.run(mistake, 2, "missing")[1] == "pp rank 1 runs stage 1, but `stages` lacks it; add its module"
+    assert pool.run(mistake, 2, "missing")[0] == "pp rank 0 runs stage 0, but `stages` lacks it; add its module"
     assert "the receiver expects torch.float64 [1, 4, 6] on cpu" in pool.run(mistake, 2, "shape")[0]
 
 

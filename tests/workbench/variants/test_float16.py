@@ -74,6 +74,7 @@ LAYOUTS = [
     {"cp_size": 2, "tp_size": 2},
     {"dp_size": 2, "dp_engine": "zero3"},
     {"pp_size": 2, "dp_size": 2, "dp_engine": "zero1", "pp_engine": "zb_h1"},
+    {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zb_h1"},
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
-from tests.support.oracle import assert_close, tiny_llama
+from tests.support.oracle import assert_close, make_config, tiny_llama
 from tests.support.training import pipeline_config, train_steps, wrapped
 from workbench.pipelines.engine import check_layout
 from workbench.variants.float8 import E4M3, E5M2, float8_linear, float8_product, quantise
@@ -85,19 +85,14 @@ def test_losses_decrease_as_in_bfloat16_and_are_those_of_compiled_products(pool:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "message"),
+    ("size", "layout", "message"),
     [
-        ({"intermediate_size": 52}, {}, "intermediate_size / tp_size=52"),
-        ({}, {"tp_size": 4}, r"num_attention_heads \* head_dim / tp_size=8"),
-        ({"num_hidden_layers": 4}, {"pp_engine": "zb_h1", "pp_size": 2}, "pp_engine='zb_h1'"),
+        (52, {}, "intermediate_size / tp_size=52"),
+        (64, {"tp_size": 4}, r"num_attention_heads \* head_dim / tp_size=8"),
+        (64, {"pp_engine": "zb_h1", "pp_size": 2}, "pp_engine='zb_h1'"),
     ],
 )
-def test_layouts_that_float8_does_not_support_are_refused(
-    sizes: dict[str, int], layout: dict[str, Any], message: str
-) -> None:
-    engine, pp = layout.get("pp_engine", "1f1b"), layout.get("pp_size", 1)
-    config = pipeline_config(
-        engine, pp, model__float8=True, model__dtype="bfloat16", distributed__tp_size=layout.get("tp_size", 1)
-    )
+def test_layouts_that_float8_does_not_support_are_refused(size: int, layout: dict[str, Any], message: str) -> None:
+    config = make_config(**layout, model__float8=True, model__dtype="bfloat16")
     with pytest.raises(UserError, match=message):
-        check_layout(config, tiny_llama(**{"intermediate_size": 64} | sizes))
+        check_layout(config, tiny_llama(intermediate_size=size))
