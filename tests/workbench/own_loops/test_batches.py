@@ -152,10 +152,7 @@ DOCUMENTS = {"cu_seqlens": torch.tensor([0, 8, 16, 32])}
 DIFFERENT = [
     ({"pp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "input_ids of micro-batch 0 differs"),
     ({"tp_size": 2}, lambda rank, part: {"target_ids": part["target_ids"].roll(rank)}, "target_ids of micro-batch 0 differs"),
-    ({"tp_size": 2}, lambda rank, part: {} if rank else DOCUMENTS, "cu_seqlens of micro-batch 0 differs"),
-    ({"pp_size": 2}, lambda rank, part: DOCUMENTS if rank else {}, "cu_seqlens of micro-batch 0 differs"),
     ({"cp_size": 2}, lambda rank, part: DOCUMENTS if rank else {}, "cu_seqlens of micro-batch 0 differs"),
-    ({"cp_size": 2}, lambda rank, part: {"cu_seqlens": torch.tensor([0, 8 - 4 * rank, 16, 32])}, "cu_seqlens of micro-batch 0 differs"),
     ({"tp_size": 2, "sequence_parallel": True}, lambda rank, part: {name: part[name][:, :15] for name in TOKENS}, "15 tokens on this rank, which sequence_parallel divides"),
     ({"dp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "no error"),
     ({"dp_size": 2}, lambda rank, part: None if rank and part["number"][0] < 4 else {}, "have [2, 1] micro-batches"),

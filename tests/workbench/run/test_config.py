@@ -107,10 +107,8 @@ def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) ->
     assert len(problems_of(lambda: check_run(config))) == 5  # processes, pp, cp, tp, float8
 
 
-def test_config_is_frozen_and_survives_a_round_trip_through_json() -> None:
+def test_config_survives_a_round_trip_through_json() -> None:
     config = parse_config(changed(training__learning_rate=0.1 + 0.2))
-    with pytest.raises(ValueError, match="frozen"):
-        config.training.seed = 1  # type: ignore[misc]
     assert parse_config(json.loads(config.model_dump_json())) == config
 
 

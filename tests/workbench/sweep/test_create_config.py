@@ -60,7 +60,7 @@ def test_world_size_16_writes_every_combination_that_can_run(
     """The tiny Llama has 8 heads, 4 key/value heads and 4 layers."""
     engines, batches = ("afab", "1f1b", "interleaved_1f1b", "zbv"), (1, 2, 4)
     folder = create(tmp_path, "--world_size", 16, "--mbs", *batches, "--pp_engine", *engines, "--global_batch_size", 16)
-    expected, total = {}, 0
+    expected, total = set(), 0
     for dp, pp, cp, tp in itertools.product(range(1, 17), repeat=4):
         if dp * pp * cp * tp != 16:
             continue
@@ -69,18 +69,13 @@ def test_world_size_16_writes_every_combination_that_can_run(
             chunks = 1 if engine in ("afab", "1f1b") or pp == 1 else 2
             if tp <= 8 and pp * chunks <= 4 and 64 % (2 * cp) == 0 and 16 % (dp * mbs) == 0:
                 name = f"dp{dp}_pp{pp}_cp{cp}_tp{tp}_pp_engine{engine.replace('_', '-')}_mbs{mbs}"
-                expected[name] = (dp, pp, cp, tp, engine, mbs, 16 // (dp * mbs))
-    assert total == 35 * 12
-    assert len(expected) > 200
-    written = {}
-    for name in configs(folder):
-        config = load_config(["--config", str(folder / name / "config.json")])
-        assert config.checkpoint.save_dir == str(folder / name / "run")
-        assert config.global_batch_size == 16
-        d, t = config.distributed, config.training
-        sizes = (d.dp_size, d.pp_size, d.cp_size, d.tp_size)
-        written[name] = (*sizes, d.pp_engine, t.micro_batch_size, t.gradient_accumulation_steps)
-    assert written == expected
+                expected.add(name)
+                config = load_config(["--config", str(folder / name / "config.json")])
+                assert config.checkpoint.save_dir == str(folder / name / "run")
+                assert config.global_batch_size == 16
+                d = config.distributed
+                assert (d.dp_size, d.pp_size, d.cp_size, d.tp_size, d.pp_engine) == (dp, pp, cp, tp, engine)
+    assert configs(folder).keys() == expected
     assert f"{total - len(expected)} of {total} combinations left out" in capsys.readouterr().out
 
 

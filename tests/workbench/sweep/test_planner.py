@@ -64,9 +64,13 @@ def draw_space(seed: int, folder: Path) -> tuple[list[tuple[dict[str, Any], Conf
     return list(candidates(base, combinations(given, [8], base))), model, hardware, gib
 
 
-def check_space(seed: int, folder: Path, count: int = 4) -> None:
-    """Compare the search with an evaluation of all configs of a space, and each bound with its value."""
-    tried, model, hardware, gib = draw_space(seed, folder)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_finds_what_an_evaluation_of_all_configs_finds(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each bound is at most the value."""
+    monkeypatch.setattr(search, "BUDGET", 40_000)  # so that the schedules of `auto` are found sooner
+    tried, model, hardware, gib = draw_space(seed, tmp_path)
     planner, fitting = Planner(model, hardware), []
     for i, (_, config) in enumerate(tried):
         try:
@@ -79,16 +83,8 @@ def check_space(seed: int, folder: Path, count: int = 4) -> None:
         assert lower[1] <= needed
         if needed <= USABLE * gib:
             fitting.append((seconds, i))
-    best, _ = best_configs(tried, model, hardware, gib, count)
+    best, _ = best_configs(tried, model, hardware, gib, 4)
     fastest = {}
     for _, i in sorted(fitting):
         fastest.setdefault(layout_of(tried[i][1]), tried[i][0])
-    assert best == list(fastest.values())[:count]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_search_finds_what_an_evaluation_of_all_configs_finds(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search, "BUDGET", 40_000)  # so that the schedules of `auto` are found sooner
-    check_space(seed, tmp_path)
+    assert best == list(fastest.values())[:4]
