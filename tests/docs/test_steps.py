@@ -22,27 +22,27 @@ from conformance.worker_pool import WorkerPool
 from steps import clip, communication, llama, s9_cp
 from tests.support.oracle import assert_close, with_exact_norms
 
-LAYOUTS: list[tuple[str, dict[str, int]]] = [
-    ("s1_one_process", {}),
-    ("only_dp", {"dp": 2}),
-    ("only_tp", {"tp": 2}),
-    ("only_pp", {"pp": 3}),
-    ("only_cp", {"cp": 4}),
-    ("s2_tp", {"tp": 2}),
-    ("s3_sp", {"tp": 2}),
-    ("s4_dp", {"dp": 2, "tp": 2}),
-    ("s5_buckets", {"dp": 2, "tp": 2}),
-    ("s6_zero", {"dp": 2, "tp": 2}),
-    ("s7_pp", {"dp": 1, "pp": 2, "tp": 2}),
-    ("s8_1f1b", {"dp": 1, "pp": 4, "tp": 1}),
-    ("s9_cp", {"dp": 1, "pp": 2, "cp": 2, "tp": 1}),
-    ("s10_ep", {"dp": 2, "pp": 2, "cp": 1, "tp": 1}),
-    ("s10_ep", {"dp": 2, "pp": 1, "cp": 2, "tp": 1}),
-    ("s10_ep", {"dp": 2, "pp": 1, "cp": 1, "tp": 2}),
-    ("s11_muon", {"dp": 2, "pp": 1, "cp": 2, "tp": 1}),
-    ("s11_muon", {"dp": 2, "pp": 1, "cp": 1, "tp": 2}),
-    ("clip", {"dp": 1, "pp": 2, "cp": 1, "tp": 2}),
-]
+LAYOUTS = [
+    "s1_one_process",
+    "only_dp dp2",
+    "only_tp tp2",
+    "only_pp pp3",
+    "only_cp cp4",
+    "s2_tp tp2",
+    "s3_sp tp2",
+    "s4_dp dp2 tp2",
+    "s5_buckets dp2 tp2",
+    "s6_zero dp2 tp2",
+    "s7_pp dp1 pp2 tp2",
+    "s8_1f1b dp1 pp4 tp1",
+    "s9_cp dp1 pp2 cp2 tp1",
+    "s10_ep dp2 pp2 cp1 tp1",
+    "s10_ep dp2 pp1 cp2 tp1",
+    "s10_ep dp2 pp1 cp1 tp2",
+    "s11_muon dp2 pp1 cp2 tp1",
+    "s11_muon dp2 pp1 cp1 tp2",
+    "clip dp1 pp2 cp1 tp2",
+]  # a program, and its sizes
 STEPS = 2  # of training: the second one has moments, and gradients that were set to zero
 MORE_THAN_LLAMA = {"s10_ep", "s11_muon"}  # with experts, and the second one with Muon
 Result = tuple[list[float], dict[str, Tensor]]
@@ -131,9 +131,11 @@ def global_name(name: str, held: int, dp_rank: int) -> str:
     return f"{before}.experts.{dp_rank * held + int(index)}.{rest}" if experts else name
 
 
-@pytest.mark.parametrize(("step", "sizes"), LAYOUTS, ids=lambda value: value if isinstance(value, str) else None)
-def test_step_trains_like_transformers(pool: WorkerPool, step: str, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_trains_like_transformers(pool: WorkerPool, layout: str) -> None:
     """All ranks have the losses of one process, and its weights or the shards of their index in the tp group."""
+    step, *words = layout.split()
+    sizes = {word[:2]: int(word[2:]) for word in words}
     losses, weights = expected(step if step in {*MORE_THAN_LLAMA, "clip"} else "s1_one_process")
     ranks = math.prod(sizes.values())
     results, tp, dp = pool.run(train, ranks, step, sizes), sizes.get("tp", 1), sizes.get("dp", 1)
