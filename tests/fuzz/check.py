@@ -4,6 +4,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,8 +33,8 @@ class Result(NamedTuple):
     error: float = 0.0
 
 
-def check(pool: WorkerPool, case: Case) -> Result:
-    """Run a case, and compare it with the reference."""
+def check(pool: WorkerPool, case: Case, run: Callable[..., Any] = run_part) -> Result:
+    """Run each part of a case on all ranks, and compare the results with those of the reference."""
     cache = mock.patch.dict(os.environ, {"XDG_CACHE_HOME": ""})
     with tempfile.TemporaryDirectory(prefix="fuzz") as name, cache:
         folder = Path(name)
@@ -49,7 +50,7 @@ def check(pool: WorkerPool, case: Case) -> Result:
                 sizes, right = [config.distributed.world_size for config in parts], []
             found = []
             for part, size in enumerate(sizes):
-                ranks = pool.run(run_part, size, case, folder, part, timeout=60)
+                ranks = pool.run(run, size, case, folder, part, timeout=60)
                 refusals = {rank.get("refused") for rank in ranks}
                 if refusals != {None}:
                     return Result("refused" if len(refusals) == 1 else "different", " / ".join(map(str, refusals)))
