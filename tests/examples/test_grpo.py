@@ -110,9 +110,10 @@ def test_loss_is_that_of_each_sample_alone() -> None:
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
     completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
     batch = rows_of([Prompt("", {}, prompt) for prompt in prompts], completions, advantages, LENGTH)
-    embedded, positions = model.embed(batch["input_ids"]), torch.arange(LENGTH)[None]
-    x = model.model.norm(model.run_layers(embedded, positions, model.model.layers.values(), model.attention_fn))
-    loss, count, statistics = clipped_ratio(model.lm_head, x, batch)
+    positions = torch.arange(LENGTH).expand(2, -1)
+    loss, count, statistics = model(
+        batch["input_ids"], positions, loss_fn=lambda head, x: clipped_ratio(head, x, batch)
+    )
     expected, change = 0.0, 0.0
     for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True):
         ids = torch.tensor([prompt + completion.tokens])
