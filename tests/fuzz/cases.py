@@ -2,11 +2,11 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from conformance.models import FAMILIES, WITH_EXPERTS
-from picotron.config import Training
+from picotron.config import Training, default_of
 from tests.fuzz.chat_templates import TEMPLATES
 from tests.fuzz.pipelines import Case, draw_modules
 from tests.fuzz.programs import draw_program
@@ -22,7 +22,7 @@ BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "trainin
 PROGRAMS = 0.25  # share of the programs among the cases
 EXPERTS = 0.25  # share of the models with experts among the models
 STEPS = 3
-SIMPLE: Case = {"resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "given_up": None}
+SIMPLE: Case = {"resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "fails": False}
 SECTIONS: Case = {  # what the sections of a case are simplified to
     "config": {f"distributed.{axis}_size": 1 for axis in ("ep", "dp", "pp", "cp", "tp")},
     "model": {
@@ -31,13 +31,12 @@ SECTIONS: Case = {  # what the sections of a case are simplified to
     },
     "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy", "packed": False},
     "modules": {"dp": 1, "frozen": [], "dp_engine": "bucket", "engine": "1f1b"},
-    "program": {"ranks": 1, "rule": None, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"},
+    "program": {"ranks": 1, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"},
 }  # fmt: skip
 NUMBERS = (  # that are made smaller
-    ("config", "training.seq_length"), ("config", "training.gradient_accumulation_steps"),
-    ("config", "training.micro_batch_size"), ("model", "num_hidden_layers"), ("model", "num_attention_heads"),
-    ("modules", "m"),
-)  # fmt: skip
+    *("training.seq_length", "training.gradient_accumulation_steps", "training.micro_batch_size"),
+    *("num_hidden_layers", "num_attention_heads", "m"),
+)
 SEED, CASES = 30, 15  # in `make test`; five times as many in `make slow`
 
 
@@ -53,7 +52,7 @@ def draw_case(seed: int, number: int) -> Case:
     - between: whether there is a forward or an evaluation between backward and the optimizer's step;
     - looks: whether forward hooks read the inputs of linear layers;
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
-    - given_up: how a step is given up before the second one, see `give_up`, or None.
+    - fails: whether the last backward of the second step fails, which is then repeated.
     """
     programs = random.Random(f"{seed} {number} program")
     if programs.random() < PROGRAMS:
@@ -103,6 +102,9 @@ def draw_case(seed: int, number: int) -> Case:
         kept = {"training.seed", *(BATCH if resume else ())}  # a run with another batch begins its data again
         numbers = [key for key, value in config.items() if type(value) is int and key not in kept]
         config[dice.choice(numbers)] = dice.randint(0, 7)
+    is_one_stage = all(
+        each["distributed.pp_size"] == 1 for each in (config, *layouts)
+    )  # stages wait for one that fails
     return {
         "model": model,
         "config": config,
@@ -112,23 +114,17 @@ def draw_case(seed: int, number: int) -> Case:
         "between": dice.random() < 0.3,
         "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
-        "given_up": draw_given_up(random.Random(f"{seed} {number} given up"), [config, *layouts])
-        if kind == "own"
-        else None,
+        "fails": kind == "own" and is_one_stage and random.Random(f"{seed} {number} fails").random() < 0.3,
     }
 
 
-NO_LAYOUT: dict[str, Any] = {
-    "distributed.pp_engine": "1f1b",
-    "schedule.pp_chunks": None,
-    "schedule.pp_group_size": None,
-    "schedule.pp_layout": None,
-    "schedule.pp_keep_activations": 0,
-    "distributed.sequence_parallel": False,
-    "distributed.cp_engine": "ring",
-    "distributed.cp_sharding": "zigzag",
-    "distributed.dp_engine": "bucket",
-    "distributed.ep_size": 1,
+NO_LAYOUT = {
+    key: default_of(key)
+    for key in (
+        *("distributed.pp_engine", "schedule.pp_chunks", "schedule.pp_group_size", "schedule.pp_layout"),
+        *("schedule.pp_keep_activations", "distributed.sequence_parallel", "distributed.cp_engine"),
+        *("distributed.cp_sharding", "distributed.dp_engine", "distributed.ep_size"),
+    )
 }
 
 
@@ -161,13 +157,6 @@ def draw_layout(dice: random.Random) -> dict[str, Any]:
         if dice.random() < 0.2:
             layout["schedule.pp_keep_activations"] = 1  # with recomputation, see `draw_training`
     return layout
-
-
-def draw_given_up(dice: random.Random, layouts: list[dict[str, Any]]) -> str | None:
-    """Draw how a step is given up. A stage of a pipeline cannot fail alone: the others wait for it."""
-    ways = ("dropped", "unreduced", "forward", "backward")
-    how = dice.choice(ways[:1] if any(layout["distributed.pp_size"] > 1 for layout in layouts) else ways)
-    return how if dice.random() < 0.5 else None
 
 
 def draw_stages(dice: random.Random, pp: int, chunks: int) -> str:
@@ -324,27 +313,19 @@ def is_packable(data: dict[str, Any]) -> bool:
     return data["kind"] == "own" and data["loss"] in losses and data["scope"] == "global" and not data["documents"]
 
 
-def smaller(case: Case) -> Iterator[Case]:
-    """Yield simpler variants of a case, the simplest first."""
-
-    def changed(section: str, key: str, value: Any) -> Case:
-        return case | {section: case[section] | {key: value}}
-
-    for key, value in SIMPLE.items():
-        if case.get(key, value) != value:
-            yield case | {key: value}
-    for key in case.get("config", ()):
-        if not key.endswith(("_size", "seq_length", "accumulation_steps")):
-            yield case | {"config": {other: value for other, value in case["config"].items() if other != key}}
-    for section in filter(case.__contains__, SECTIONS):
-        for key, value in SECTIONS[section].items():
-            if case[section].get(key, value) != value:
-                yield changed(section, key, value)
-    for section, key in NUMBERS:
-        value = case.get(section, {}).get(key, 1)
-        for less in (1, value // 2, value - 1):
-            if 1 <= less < value:
-                yield changed(section, key, less)
-    operations = case.get("program", {}).get("operations", [])
-    for i in range(len(operations)):
-        yield changed("program", "operations", operations[:i] + operations[i + 1 :])
+def smaller(case: Case, section: str = "") -> Iterator[Case]:
+    """Yield simpler variants of a case, or of a section of it."""
+    for key, value in case.items():
+        variants: Iterable[Any] = ()
+        simple = SECTIONS.get(section, SIMPLE).get(key, value)
+        if simple != value:
+            variants = [simple]
+        elif key in SECTIONS:
+            variants = smaller(value, key)
+        elif key == "operations":
+            variants = (value[:i] + value[i + 1 :] for i in range(len(value)))
+        elif key in NUMBERS:
+            variants = (less for less in (1, value // 2, value - 1) if 1 <= less < value)
+        elif "." in key and not key.endswith("_size"):
+            yield {other: each for other, each in case.items() if other != key}
+        yield from (case | {key: each} for each in variants)

@@ -30,10 +30,6 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {  # which halve an output, or a 
     "forward": lambda module: module.register_forward_hook(lambda _, x, y: y / 2),
     "backward": lambda module: module.register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,)),
 }
-RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
-    "adamax": lambda parameters: torch.optim.Adamax(parameters, 0.01),
-}
 
 
 class Habits:
@@ -101,6 +97,15 @@ class Habits:
         except Interrupted:
             handle.remove()
         self.zero("optimizer")
+
+    def zero_late(self, seed: int) -> None:
+        """Set the gradients to zero between a forward and its backward."""
+        loss = self.call(drawn(seed, 3, 6)).square().mean()
+        self.zero("optimizer")
+        loss.backward()
+
+    def append(self) -> None:
+        self.net.get_submodule("layers").append(nn.Linear(6, 6).double())  # type: ignore[operator]
 
     def zero(self, of: str) -> None:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from conformance.case import cross_entropy, weights_of
 from picotron import process_group_manager as pgm
 from picotron.model.cross_entropy import IGNORE_INDEX
 from picotron.tensor_parallel.tp_communications import reduce_from_ranks
-from tests.support.training import Fails, Failure
+from tests.fuzz.habits import interrupt
 from workbench.own_loops import batches
 from workbench.own_loops.log_probs import log_probs
 
@@ -80,14 +80,13 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Tensor, Batch], Tensor]]] 
 }
 
 
-def failing(loss_fn: Callable[..., Any], where: str, last: int) -> Callable[..., Any]:
-    """Return a loss that fails in call number `last`, if `where` is forward or backward."""
+def failing(loss_fn: Callable[..., Any], last: int) -> Callable[..., Any]:
+    """Return a loss of which the backward of call number `last` fails."""
     calls = itertools.count(1)
 
     def loss(head: Any, x: Tensor, batch: Batch) -> Any:
-        fails = next(calls) == last
-        if fails and where == "forward":
-            raise Failure
-        return loss_fn(head, Fails.apply(x) if fails and where == "backward" else x, batch)
+        if next(calls) == last:
+            x.register_hook(interrupt)
+        return loss_fn(head, x, batch)
 
     return loss

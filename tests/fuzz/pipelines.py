@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 from picotron.data_parallel.data_parallel import DataParallelBucket, DataParallelNaive
 from picotron.optimizer import AdamW, update_weights
 from picotron.process_group_manager import setup_process_group_manager
@@ -24,6 +23,7 @@ from tests.support.training import CPU
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor
 from workbench.pipelines.modules import Message, Pipeline
+from workbench.run.metrics import global_mean
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.variants.zero1 import DataParallelZero1
@@ -139,10 +139,7 @@ def train_stages(case: Case) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(STEPS):
         batches = data_of(modules["m"] * modules["dp"], step)[grid.dp_rank :: grid.dp_world_size]
-        loss = executor(model, BatchList(batches), CPU).double()
-        all_reduce(loss, grid.pp_group)
-        all_reduce(loss, grid.dp_group, dist.ReduceOp.AVG)
-        losses.append(loss.item())
+        losses.append(global_mean(executor(model, BatchList(batches), CPU)).item())
         norms.append(update_weights(model, optimizer, TRAINING.max_grad_norm).item())
     for unit in getattr(model, "units", []):
         unit.gather()

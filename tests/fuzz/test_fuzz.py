@@ -1,5 +1,6 @@
 """The fuzzer: corners that were once wrong, and random cases of fixed seeds."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from conformance.models import FAMILIES
 from conformance.worker_pool import WorkerPool
 from tests.fuzz.cases import CASES, SECTIONS, SEED, SIMPLE, Case, draw_case
 from tests.fuzz.check import check
+from tests.fuzz.pipelines import WRAPPERS
 
 MODEL = SECTIONS["model"] | {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -32,10 +34,18 @@ def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: A
 
 def program_of(*operations: list[Any], **changes: Any) -> Case:
     """Return a program on one rank, see `draw_program`."""
-    return {"program": SECTIONS["program"] | {"states": None, "operations": list(operations)} | changes}
+    return {"program": SECTIONS["program"] | {"operations": list(operations)} | changes}
+
+
+def in_turn(engines: Iterable[str], *operations: list[Any]) -> Case:
+    """Return a program on two ranks that runs operations with one engine after the other."""
+    return program_of(*(each for engine in engines for each in (["lay_out", engine, 2], *operations)), ranks=2)
 
 
 BACKWARD, STEP, ZERO = ["backward", "plain", True, 1], ["step"], ["zero", "optimizer"]
+UPDATE = ["clip", None], STEP, ZERO
+ROUTED = ["backward", "routed", False, 1], ["backward", "routed", True, 3], *UPDATE
+GIVEN_UP = ["backward", "plain", False, 1], ZERO, BACKWARD, ZERO, ["fails", "forward", 1], ["fails", "backward", 1]
 CORNERS: dict[str, Case] = {
     "length 1": case_of(seq_length=1),
     "targets of weight 0 outside of the vocabulary": case_of(data={"weights": True}, tp=2, micro_batch_size=8),
@@ -52,8 +62,9 @@ CORNERS: dict[str, Case] = {
     ),
     "tied, zero3, V": case_of(tied=True, dp=2, pp=2, dp_engine="zero3", pp_engine="zbv", gradient_accumulation_steps=4)
     | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
-    "dropped before its reduction, zero1": case_of(dp=2, dp_engine="zero1", given_up="unreduced"),
-    "last backward fails, zero3": case_of(dp_engine="zero3", given_up="backward"),
+    "last backward fails, zero3": case_of(dp_engine="zero3", fails=True),
+    "last backward fails, zero1": case_of(dp=2, dp_engine="zero1", fails=True),
+    "steps that are given up": in_turn(WRAPPERS, *GIVEN_UP, BACKWARD, *UPDATE, BACKWARD, *UPDATE),
     "frozen first stage, zero1": case_of(frozen=["embed_tokens", "layers.0."], dp=2, pp=2, dp_engine="zero1"),
     "frozen norms, zero3, recomputation": case_of(
         frozen=["norm", "embed_tokens"], dp=2, dp_engine="zero3", activation_checkpointing="full"
@@ -72,6 +83,8 @@ CORNERS: dict[str, Case] = {
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),
+    "layers that some ranks use in some micro-batches": in_turn(("naive", "bucket", "zero1"), *ROUTED, *ROUTED),
+    "zero_grad between forward and backward": in_turn(WRAPPERS, ["zero_late", 1], *UPDATE),
     "every backward reduces on one rank": program_of(BACKWARD, BACKWARD, STEP, ZERO, BACKWARD, BACKWARD),
     "torch's habits": program_of(
         *(["hook", "backward"], ["count_steps"], ["compute", "parametrized"], ["average"], ["twin", "copied", 5]),
@@ -93,12 +106,6 @@ CORNERS: dict[str, Case] = {
     "micro-batches with other numbers of targets": case_of(data={"ignored": 0.5}, gradient_accumulation_steps=3),
     "weights over dp": case_of(dp=2, data={"weights": True}),
     "load_state_dict": program_of(BACKWARD, STEP, ZERO, ["reload"], BACKWARD, STEP, net="outside"),
-    "load_state_dict, bfloat16 moments": program_of(
-        BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16_moments"
-    ),
-    "load_state_dict, bfloat16": program_of(
-        BACKWARD, STEP, ZERO, ["reload"], ["rate", 0.5], BACKWARD, states="bfloat16"
-    ),
 }
 
 
@@ -128,6 +135,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "shared by two wrapped modules": (
         program_of(["share", "zero1"]),
         "0.weight is wrapped for data parallelism already",
+    ),
+    "added": (program_of(["append"], BACKWARD, STEP), r"layers.4.weight was added after"),
+    "gradients that only torch's optimizer has cleared": (
+        program_of(BACKWARD, STEP, ["zero", "only optimizer"], BACKWARD, optimizer="recipe"),
+        "call zero_grad of the wrapper",
     ),
     "optimizer of the inner module": (program_of(BACKWARD, STEP, optimizer="module"), "pass the wrapper"),
     "new data, zero1": (program_of(BACKWARD, ["assign", "data", 1], engine="zero1"), "data has been replaced"),

@@ -21,12 +21,13 @@ from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.fuzz.cases import Case
 from tests.fuzz.files import config_of, own_batch, sequences_of
+from tests.fuzz.habits import Interrupted
 from tests.fuzz.losses import LOSSES, failing
 from tests.fuzz.pipelines import train_stages
 from tests.fuzz.programs import run_program
 from tests.support.oracle import drawn_weights
-from tests.support.training import Failure, all_stages, pipeline_of
-from workbench.own_loops.batches import MODEL_INPUTS, forward_batch, split_batch, train_batch
+from tests.support.training import all_stages, pipeline_of
+from workbench.own_loops.batches import forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import check_layout
 from workbench.prepare.tokens import prepare
@@ -119,19 +120,6 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     scheduler = make_scheduler(optimizer, training, progress.step)
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint)
 
-    def give_up(how: str, batches: list[dict[str, Any]], loss_fn: Any) -> None:
-        """Begin a step, and give it up: complete, before its reduction, or in its last micro-batch."""
-        if how == "unreduced":
-            model.require_backward_grad_sync = False
-            for batch in batches:
-                inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
-                model(**inputs, hidden_states=None, loss_fn=lambda head, x: x.square().sum()).backward()
-        else:
-            with contextlib.suppress(Failure):
-                train_batch(step, model, batches, failing(loss_fn, how, len(batches)))
-        if how in ("dropped", "unreduced"):
-            optimizer.zero_grad()
-
     def own_step(number: int) -> float:
         batch = own_batch(case, config.global_batch_size, number)
         if case["data"].get("packed"):
@@ -140,8 +128,9 @@ def train(case: Case, config: Config) -> dict[str, Any]:
         else:
             batches = split_batch(batch, training.gradient_accumulation_steps, layout.cp_sharding)
         loss_fn = LOSSES[case["data"]["loss"]][0]
-        if number == 1 and case["given_up"]:
-            give_up(case["given_up"], batches, loss_fn)
+        if number == 1 and case["fails"]:
+            with contextlib.suppress(Interrupted):
+                train_batch(step, model, batches, failing(loss_fn, len(batches)))
         found = train_batch(step, model, batches, loss_fn, scope=case["data"]["scope"])
         result["statistics"].extend(found.statistics.values())
         if case["between"]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
-from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader
 from picotron.data_parallel.data_parallel import DataParallel
@@ -26,7 +25,7 @@ from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.writer import CheckpointWriter
-from workbench.run.metrics import Progress
+from workbench.run.metrics import Progress, global_mean
 from workbench.run.rows import data_fingerprint
 from workbench.variants.choose import build_model, make_optimizer, update_weights
 
@@ -96,22 +95,6 @@ def batches(count: int) -> list[dict[str, Any]]:
     ]
 
 
-class Failure(Exception):
-    """An error of a test's own, such as memory that runs out."""
-
-
-class Fails(torch.autograd.Function):
-    """forward: identity. backward: a `Failure`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise Failure
-
-
 class Loader:
     """Minimal data loader: an iterator with the number of micro-batches per step."""
 
@@ -133,8 +116,7 @@ def train_steps(
 
     Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
     """
-    grid, rows = pgm.process_group_manager, random_rows(config)
-    llama = unwrap(model)
+    rows, llama = random_rows(config), unwrap(model)
     fingerprint = data_fingerprint(rows, config)
     progress = checkpoint.progress(fingerprint, config.training) if checkpoint else Progress()
     loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
@@ -147,10 +129,7 @@ def train_steps(
     writer = CheckpointWriter(config, model_config, llama, optimizer, tokenizer, fingerprint) if tokenizer else None
     losses, norms = [], []
     while not progress.is_end(config):
-        loss = take_step(model, loader).double()
-        all_reduce(loss, grid.cp_dp_group, torch.distributed.ReduceOp.AVG)
-        all_reduce(loss, grid.pp_group)
-        losses.append(loss.item())
+        losses.append(global_mean(take_step(model, loader)).item())
         norms.append(update_weights(model, optimizer, config.training.max_grad_norm).item())
         scheduler.step()
         vars(llama).get("after_step", dict)()

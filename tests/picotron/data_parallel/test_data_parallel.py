@@ -5,16 +5,13 @@ import torch
 from torch import nn
 
 from conformance.worker_pool import WorkerPool
-from picotron.config import Training
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama
-from picotron.model.placement import main_grad, place
-from picotron.optimizer import AdamW, clip_grad_norm
+from picotron.model.placement import place
 from picotron.process_group_manager import new_groups, setup_process_group_manager
 from tests.fuzz.pipelines import WRAPPERS
-from tests.support.oracle import assert_close, make_config, tiny_llama
-from tests.support.training import full_tensor
+from tests.support.oracle import make_config, tiny_llama
 from workbench.explain.fake_group import fake_rank
 
 
@@ -36,79 +33,6 @@ def test_ranks_that_start_with_different_weights_are_an_error(
     pool: WorkerPool, wrapper: str, tp: int, dtype: torch.dtype
 ) -> None:
     pool.run(different_weights, 2, wrapper, tp, dtype)
-
-
-class Branches(nn.Module):
-    """A model that uses `common` and one branch per micro-batch; `never` gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.common = nn.Linear(5, 5, dtype=torch.float64)
-        self.branches = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
-        self.never = nn.Linear(2, 2, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        return self.branches[branch](self.common(x)).square().mean()
-
-
-# The branch that each rank uses in micro-batches 0, 1, 2. Ranks differ, and some branches are not in the last one.
-ROUTES = [(0, 1, 2), (3, 2, 2)]
-
-
-def inputs(rank: int, i: int) -> torch.Tensor:
-    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + i))
-
-
-def branch_gradients(wrapper: str) -> list[torch.Tensor]:
-    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
-    model = WRAPPERS[wrapper](Branches())
-    for _ in range(2):  # the second step must not depend on the first
-        model.zero_grad()
-        for i in (0, 1, 2):
-            model.require_backward_grad_sync = i == 2
-            model(inputs(rank, i), ROUTES[rank][i]).backward()
-        model.finish_grad_sync()
-    assert all(p.grad is None for p in model.parameters())
-    return [full_tensor(p, "main_grad") for p in model.parameters()]
-
-
-@pytest.mark.parametrize("wrapper", ["naive", "bucket", "zero1"])
-def test_parameters_without_gradient_on_some_ranks_are_averaged(pool: WorkerPool, wrapper: str) -> None:
-    model = Branches()
-    for rank in (0, 1):
-        for i in range(3):
-            (model(inputs(rank, i), ROUTES[rank][i]) / 2).backward()
-    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    for gradients in pool.run(branch_gradients, 2, wrapper):
-        for gradient, right in zip(gradients, expected, strict=True):
-            assert_close(gradient, right)
-
-
-def norms(wrapper: str, zeroes_late: bool) -> list[float]:
-    """Return the gradient norms of two steps. Gradients are set to zero after a step, or after the next forward."""
-    rank = setup_process_group_manager(1, 1, 1, 2).dp_rank
-    torch.manual_seed(0)
-    model = WRAPPERS[wrapper](nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double())
-    optimizer, found = AdamW(model, Training(), fused=False), []
-    for step in range(2):
-        for i in range(2):
-            model.require_backward_grad_sync = i == 1
-            loss = model(inputs(rank, 2 * step + i)).square().mean()
-            if i == 0 and zeroes_late:
-                optimizer.zero_grad()
-            loss.backward()
-        model.finish_grad_sync()
-        found.append(clip_grad_norm(model, None).item())
-        optimizer.step()
-        if not zeroes_late:
-            optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("wrapper", ["bucket", "zero1", "zero3"])
-def test_gradients_may_be_set_to_zero_between_forward_and_backward(pool: WorkerPool, wrapper: str) -> None:
-    assert pool.run(norms, 2, wrapper, True) == pool.run(norms, 2, wrapper, False)
 
 
 def launches() -> list[str]:
@@ -147,32 +71,6 @@ def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int
     assert len(sizes) > 3
     assert mib <= min(sizes[:-1])
     assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket
-
-
-@pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_module_that_is_added_after_wrapping_is_refused(wrapper: str) -> None:
-    layers = nn.Sequential(nn.Linear(5, 5))
-    model = WRAPPERS[wrapper](layers)
-    layers.append(nn.Linear(5, 5))
-    optimizer = AdamW(model, Training(), fused=False)
-    model(torch.ones(1, 5)).sum().backward()
-    with pytest.raises(UserError, match=r"1\.weight was added after"):
-        optimizer.step()
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_gradients_that_only_an_optimizer_of_torch_has_cleared_are_refused() -> None:
-    model = DataParallelBucket(nn.Linear(5, 5))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(1, 5)).sum().backward()
-    model.finish_grad_sync()
-    for parameter in model.parameters():
-        parameter.grad = main_grad(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(UserError, match="call zero_grad of the wrapper"):
-        model(torch.ones(1, 5)).sum().backward()
 
 
 def summed_before_a_backward() -> None:
