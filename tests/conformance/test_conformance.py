@@ -29,7 +29,7 @@ from conformance import Case, Part, Result, __version__
 from conformance.__main__ import main
 from conformance.case import LOSSES, cross_entropy, weights_of
 from conformance.chapters import CHAPTERS, cases_of
-from conformance.check import Checker
+from conformance.check import Checker, Row
 from conformance.compare import Limits, compare
 from conformance.mistakes import MISTAKES, REPORTED, SHOWN
 from conformance.mutants import command
@@ -225,6 +225,20 @@ def test_faults_below_the_rounding_of_bfloat16_are_found(
     assert re.search(says, str(difference)), difference
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", ["tp2", "tp4 sp"])
+def test_picotron_adds_nothing_to_the_rounding_of_bfloat16(layout: str, mixed: Mixed, tmp_path: Path) -> None:
+    cases, *reference = mixed
+    folder = Path(shutil.copytree(cases[0].folder, tmp_path / "1"))
+    case = dataclasses.replace(cases[0], layout=layout, folder=folder)
+    case.write()
+    checker, row = Checker(PICOTRON), Row("mixed", layout)
+    checker.known[checker.key(cases[-1])] = (*reference,)
+    checker.start(case)
+    checker.judge(case, row, cases)
+    assert row.verdict == "equal", row
+
+
 def test_weights_of_norms_are_rounded() -> None:
     """In bfloat16, a weight of 1 hides the first small updates."""
     outputs = []
@@ -242,19 +256,6 @@ def test_weights_of_norms_are_rounded() -> None:
 @functools.cache
 def checker_of(path: Path) -> Checker:
     return Checker(path.resolve())
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("ddp: forgotten_all_reduce", "gradient of"), ("ddp: mean_of_ranks_means", "step 1: loss on ranks 0, 1")],
-)
-def test_a_mistake_is_found(name: str, says: str, tmp_path: Path) -> None:
-    mistake, path = MISTAKES[name], tmp_path / "wrong.py"
-    path.write_text(DDP.read_text().replace(mistake.old, mistake.new))
-    row = checker_of(DDP).check(*mistake.found_by[0].split(), adapter=path)
-    assert row.verdict == "differs", row
-    assert says in row.detail, row
 
 
 POLAR = """    def forward(self, x, position_ids):  # as Llama's own code does

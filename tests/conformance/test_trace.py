@@ -32,6 +32,7 @@ def traced(folder: Path, adapter: str, chapter: str, layout: str, old: str = "",
 
 FAST = (
     "ddp: gradients_not_set_to_zero",
+    "ddp: mean_of_ranks_means",
     "pipeline: newest_micro_batch_first",
     "ring: stale_keys_in_backward",
     "tp: joined_matrix_split_as_one",

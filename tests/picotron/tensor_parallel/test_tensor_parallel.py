@@ -1,22 +1,21 @@
-"""Layers of tensor parallelism: where they break a graph, their gradients in bfloat16, and sizes that are refused."""
+"""Layers of tensor parallelism: where they break a graph, and both forms of a block. (Their rounding in bfloat16 is in
+test_conformance.)
+"""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
-from picotron.config import Config
 from picotron.model.llama import Llama, rope
 from picotron.model.weights import materialise
-from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
-from tests.support.oracle import assert_close, drawn_weights, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import CPU, Loader, gathered, step_of, wrapped
+from tests.support.oracle import assert_close, drawn_weights, tiny_llama
+from tests.support.training import CPU
 from workbench.variants.float8 import CalledProjections
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,43 +81,3 @@ def test_compiled_layers_break_only_at_their_four_communications(pool: WorkerPoo
     reasons = pool.run(graph_breaks, 2, sequence_parallel)[0]
     assert len(reasons) == 6
     assert all("torch.compiler.disable" in reason for reason in reasons), reasons
-
-
-def bfloat16_gradients(config: Config, model_config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the gradients of three equal micro-batches."""
-    model, (ids, targets) = wrapped(config, model_config, torch.bfloat16), batch()
-    inputs = {"input_ids": ids, "position_ids": torch.arange(16).expand(3, -1), "hidden_states": None}
-    step_of(config, model_config, torch.bfloat16)(model, Loader([inputs | {"target_ids": targets}] * 3))
-    model.finish_grad_sync()
-    gradients = gathered(unwrap(model), "main_grad")
-    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-    return gradients
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "sequence_parallel"), [("tied, biases, pad token", 2, False), ("kv heads < tp", 4, True)]
-)
-def test_bfloat16_gradients_are_as_accurate_as_transformers(
-    pool: WorkerPool, name: str, tp: int, sequence_parallel: bool
-) -> None:
-    """The reference is float64 with the same rounded weights; the bound is the error of transformers in bfloat16."""
-    config = model_of(name)
-    config.initializer_range, config.rms_norm_eps = 0.1, 1e-6
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    rounded = {name: w.to(torch.bfloat16).double() for name, w in our_model(config, seed=42).state_dict().items()}
-    exact, half = (transformers_gradients(config, rounded, dtype) for dtype in (torch.float64, torch.bfloat16))
-    keys = {"training__gradient_accumulation_steps": 3, "training__activation_checkpointing": "full"}
-    run = make_config(tp_size=tp, sequence_parallel=sequence_parallel, **keys)
-    ours = pool.run(bfloat16_gradients, tp, run, config)[0]
-    assert ours.keys() == exact.keys()
-    for key, true in exact.items():
-        error, usual = ((gradients[key].double() - true).norm() / true.norm() for gradients in (ours, half))
-        assert error < 2 * usual + 0.005, f"{key}: off by {error:.2%}, transformers in bfloat16 by {usual:.2%}"
-
-
-def transformers_gradients(config: LlamaConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    model = oracle_model(config, weights, dtype)
-    ids, targets = batch()
-    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
-    F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), targets.flatten()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
