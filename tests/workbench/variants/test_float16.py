@@ -113,6 +113,13 @@ def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tokenizer: Path,
         with_scale, 2, config_of(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", **keys), tokenizer
     )[0]
     assert first["losses"] + second["losses"] == whole["losses"]
+    (tmp_path / "other").mkdir()
+    start = {"checkpoint__load_path": str(tmp_path / "step_00000009"), "model__dtype": "float32"}
+    config = config_of(tmp_path / "other", {"dp_size": 2}, **start, training__max_tokens=10 * BATCH * 16, **keys)
+    pool.run(with_scale, 2, config, tokenizer)
+    other = read_state(tmp_path / "other" / "step_00000010")
+    assert other is not None
+    assert other.loss_scale == state.loss_scale  # for another resume
 
 
 @pytest.mark.usefixtures("_one_rank")
