@@ -123,8 +123,8 @@ class Checker:
         for chapter in only:
             own = getattr(self.adapter, "LAYOUTS", ())
             default = [*FOUR, *PAIRS, *MODELS, *own] if chapter == "run" else [*SINGLE]
-            if chapter == "mixed":  # on one rank, nothing but micro-batches adds to gradients
-                default = ["dp1", *SINGLE]
+            if chapter == "mixed":  # in which only micro-batches, or only ranks, add to gradients, and both
+                default = ["dp1", "dp2 no_accumulation", *SINGLE]
             default = [*dict.fromkeys([*SINGLE, *default, *PAIRS, *own])] if full else default
             own = layouts or [layout for layout in default if not self.refusal(chapter, layout, layout)]
             others = [*own[1:], own[0]] if len(set(own)) > 1 else ["dp1"] * len(own)

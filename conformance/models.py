@@ -86,6 +86,8 @@ def small_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     sizes |= FAMILIES.get(family, [{}])[0] | changes
+    if family == "olmoe" and "head_dim" in sizes:  # its norms of heads have the hidden size
+        sizes["hidden_size"] = sizes["num_attention_heads"] * sizes["head_dim"]
     if IS_OLD:
         sizes["rope_theta"] = sizes["rope_parameters"]["rope_theta"]
     return AutoConfig.for_model(family, **sizes)

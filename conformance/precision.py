@@ -95,12 +95,13 @@ def means_of(factors: Mapping[Key, float], limits: Limits) -> dict[Key, float]:
 
 def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
     """Check that gradients that are sums over ranks or micro-batches have more bits than the narrow dtype, see
-    `is_narrow`.
+    `is_narrow`. That of an expert may be one product of the tokens of all ranks.
     """
-    are_sums = case.sizes["dp"] * case.sizes["cp"] * case.micro_batches > 1 and case.torch_dtype != case.weight_dtype
-    for step, found in zip(case.steps, gradients if are_sums else (), strict=False):
-        for name in (name for name, x in found.items() if is_narrow(x, case.torch_dtype)):
-            hint = f"it has no more bits than {case.dtype}, in which it is added or sent"
+    terms = {False: case.sizes["dp"] * case.sizes["cp"] * case.micro_batches, True: case.micro_batches}
+    for step, found in zip(case.steps, gradients if case.torch_dtype != case.weight_dtype else (), strict=False):
+        sums = {name: x for name, x in found.items() if terms[".experts." in name] > 1}
+        for name in (name for name, x in sums.items() if is_narrow(x, case.torch_dtype)):
+            hint = f"it has no more bits than {case.dtype}, in which it is added or sent, or in which its weight is"
             yield Difference("gradient", step + 1, (), name, hint=hint)
 
 
@@ -152,5 +153,6 @@ def of_weights(parts: Sequence[Steps], initial: Mapping[str, Tensor]) -> Iterato
         rounding = UNIT * before[name].square().mean().sqrt().item() * len(case.steps)
         bound = 64 * UNIT + 4 * rounding / max(expected.square().mean().sqrt().item(), rounding)
         hint = f"its update is {projection(update, expected):.6g} times AdamW's of the trainer's own gradients"
+        hint += f" since the checkpoint of step {case.first_step}" if case.first_step else ""
         error = mean_error(update, expected, expected)
         yield Difference("weight", case.last_step, (), name, error=error, bound=bound, hint=hint)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its functions would keep the default group alive, see `forget_groups`
-
 from torch.distributed.rendezvous import rendezvous
 
 from picotron import process_group_manager as pgm
