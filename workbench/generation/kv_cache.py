@@ -48,10 +48,6 @@ class KVCache:
         """Number of columns with memory."""
         return min(-(-self.length // BLOCK) * BLOCK, self.max_length)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(kv.nbytes for kv in self.kv.values())
-
     def attention(self, layers: Iterable[int]) -> AttentionFn:
         """Return the attention function of a forward through some layers, which call it one after the other.
 
