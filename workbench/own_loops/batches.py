@@ -8,9 +8,10 @@ Each micro-batch carries a function that the last stage calls instead of computi
 loops do not change. Statistics and outputs stay on the last stage until the step is complete.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +208,7 @@ def train_batch(
 
         return _model_inputs(batch, loss)
 
-    try:
+    with whole_step(model):
         step(model, BatchList([with_loss(i, batch) for i, batch in enumerate(batches)]))
         model.finish_grad_sync()
         ordered = [results[i] for i in sorted(results)]
@@ -222,13 +223,20 @@ def train_batch(
         terms = len(batches) * pgm.process_group_manager.cp_dp_world_size
         if weight != terms:
             scale_gradients(model, terms / weight)
-    except BaseException:  # a program may catch it, and go on
+    return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
+
+
+@contextlib.contextmanager
+def whole_step(model: DataParallel) -> Iterator[None]:
+    """Context of a step, which an error gives up: gradients and counts are cleared, in case the program goes on."""
+    try:
+        yield
+    except BaseException:
         model.zero_grad()
         for each in model.modules():
             if isinstance(each, Experts):
                 each.load = 0
         raise
-    return BatchResult(loss / weight, {name: total / weight for name, total in statistics.items()})
 
 
 def _without_uncounted_targets(batch: Batch) -> Batch:

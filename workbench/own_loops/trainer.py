@@ -29,10 +29,10 @@ from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, Rows, epoch_order
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.weights import initial_weights
-from picotron.optimizer import make_scheduler, squared_norms, update_weights
+from picotron.optimizer import clip_grad_norm, make_scheduler, squared_norms
 from picotron.parallelize import unwrap
 from workbench.console import print_line
-from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch
+from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch, whole_step
 from workbench.own_loops.check_batches import Batch
 from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
 from workbench.prepare.tokens import prepare
@@ -340,19 +340,27 @@ class Trainer:
 
         Raises:
             UserError: on every rank, if the loss or the gradient norm is NaN or infinite, or if a statistic has the
-                name of another number of the record.
+                name of another number of the record. The weights are then those of before the step.
         """
         losses: list[Tensor] = []
-        result = train_batch(self.step, self.model, batches, loss_fn, losses)
-        statistics = result.statistics | on_gradients(self.model)
-        if taken := {"step", "loss", "grad_norm", "learning_rate", "expert_load"} & statistics.keys():
-            raise UserError(f"there is a statistic {min(taken)!r}, which every record has already; rename it")
-        rate = float(self.scheduler.get_last_lr()[0])
-        grad_norm = update_weights(self.model, self.optimizer, self.config.training.max_grad_norm).item()
+        with whole_step(self.model):
+            result = train_batch(self.step, self.model, batches, loss_fn, losses)
+            statistics = result.statistics | on_gradients(self.model)
+            if taken := {"step", "loss", "grad_norm", "learning_rate", "expert_load"} & statistics.keys():
+                raise UserError(f"there is a statistic {min(taken)!r}, which every record has already; rename it")
+            rate = float(self.scheduler.get_last_lr()[0])
+            grad_norm = clip_grad_norm(self.model, self.config.training.max_grad_norm).item()
+            record = {
+                "step": self.progress.step + 1,
+                "loss": result.loss,
+                "grad_norm": grad_norm,
+                "learning_rate": rate,
+            }
+            check_finite(record, lambda: float(sum(losses)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.scheduler.step()
         self.progress = self.progress.after_step(self.config)
-        record = {"step": self.progress.step, "loss": result.loss, "grad_norm": grad_norm, "learning_rate": rate}
-        check_finite(record, lambda: float(sum(losses)))
         return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
     def log(self, record: dict[str, float]) -> None:

@@ -96,8 +96,15 @@ def freeze_and_stop(config: Config) -> None:
     assert [name.split(".")[-2] for name in changed] == ["lm_head"]
     assert (trainer.stop, trainer.progress.step) == (signal.SIGTERM, 2)
     StopSignals.received = 0
-    with pytest.raises(UserError, match="'grad_norm', which every record has"):
-        trainer.train(trainer.split(batch), lambda *args: (cross_entropy(*args), 1, {"grad_norm": 1.0}))
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    for loss_fn, message in (
+        (lambda *args: (cross_entropy(*args), 1, {"grad_norm": 1.0}), "'grad_norm', which every record has"),
+        (lambda *args: cross_entropy(*args) * math.nan, "step 3: loss is nan"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trainer.train(trainer.split(batch), loss_fn)
+        assert not any(each.any() for each in trainer.model.gradient_buffers())
+        assert all(parameter.equal(before[name]) for name, parameter in trainer.model.named_parameters())
 
 
 def resume_with_all(config: Config) -> None:
