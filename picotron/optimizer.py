@@ -229,13 +229,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
         model: a `DataParallel`.
         max_norm: None computes the norm and never scales.
     """
-    wrapper_of(model).finish_grad_sync()  # unless the loop has called it
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    wrapper = wrapper_of(model)
+    wrapper.finish_grad_sync()  # unless the loop has called it
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     square = torch.zeros((), dtype=torch.float64, device=device)
     if shares := squared_norms(model):
         square = torch.stack([*shares.values()]).sum()
     all_reduce(square, None)
-    norm = square.sqrt().to(accumulation_dtype(next(model.parameters(), square)).to_real())
+    norm = square.sqrt().to(next(iter(wrapper.gradient_buffers()), square).dtype.to_real())
     if max_norm is not None:
         scale_gradients(model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
