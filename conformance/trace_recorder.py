@@ -119,11 +119,13 @@ class Recorder:
         return self.step >= 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def root_of(self, module: nn.Module) -> nn.Module:
-        """Return the largest module that contains a module: a trainer may call its layers one by one."""
-        found, waiting = {module}, [module]
+        """Return the largest module that contains a module: a trainer may call its layers one by one. Of equal ones,
+        which contain each other, it is the first.
+        """
+        found, waiting = dict.fromkeys([module]), [module]
         while waiting:
             above = [parent for parent in self.parents.get(waiting.pop(), ()) if parent not in found]
-            found |= {*above}
+            found |= dict.fromkeys(above)
             waiting += above
         return max(found, key=lambda each: sum(1 for _ in each.modules()))
 
