@@ -130,9 +130,10 @@ class Encoder:
         """
         self.check_chat_template(tools)
 
-        def render(messages: Any) -> list[int]:
-            ids: Any = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=True)
-            return ids["input_ids"]
+        def render(messages: Any) -> tuple[list[int], str]:
+            text = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, return_dict=True)
+            return ids["input_ids"], text
 
         return in_some_form(messages, render)[0]
 

@@ -39,6 +39,7 @@ ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "chatgp
 # this one, which is also Llama 3's default.
 DATE = datetime.datetime(2024, 7, 26)
 QUESTION, ANSWER = "QUESTION", "ANSWER"
+MARK = "4815162342"  # a key that shows how a template prints the arguments of a call
 
 
 class Sample(NamedTuple):
@@ -137,16 +138,6 @@ def calls_of(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
                 yield function
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a call as an object, which knows whether a template has printed it as Python does."""
-
-    is_printed = False
-
-    def __repr__(self) -> str:
-        self.is_printed = True
-        return super().__repr__()
-
-
 def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
     """Return messages whose calls of tools have their arguments as objects (dict), or as JSON texts (str)."""
     changed = copy.deepcopy([*messages])
@@ -155,17 +146,29 @@ def with_arguments(messages: Sequence[Message], kind: type) -> list[Message]:
             with contextlib.suppress(TypeError, ValueError):
                 other = json.loads(given) if kind is dict else json.dumps(given, ensure_ascii=False)
                 function["arguments"] = other if isinstance(other, kind) else given
-        if isinstance(function["arguments"], dict):
-            function["arguments"] = Arguments(function["arguments"])
     return changed
 
 
-def in_some_form(messages: list[Message], render: Callable[[list[Message]], T]) -> tuple[T, list[Message]]:
+def objects_in(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the arguments of calls that are objects, and not empty."""
+    found = [function["arguments"] for function in calls_of(messages)]
+    return [each for each in found if each and isinstance(each, dict)]
+
+
+def marked(messages: list[Message]) -> list[Message]:
+    """Return messages whose arguments of calls, if they are objects, have one more key."""
+    changed = copy.deepcopy(messages)
+    for each in objects_in(changed):
+        each[MARK] = None
+    return changed
+
+
+def in_some_form(messages: list[Message], render: Callable[[list[Message]], tuple[T, str]]) -> tuple[T, list[Message]]:
     """Render messages in the first form that a chat template takes: with the arguments of calls as objects, as most
     templates expect them, or as JSON texts, as OpenAI writes them; without a content, or with an empty one.
 
     Args:
-        render: function that renders messages. It may raise anything.
+        render: function that returns anything, and the text that the template prints. It may raise anything.
 
     Returns:
         What `render` returned, and the messages in that form.
@@ -174,7 +177,10 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], T]) 
     first: Exception | None = None
     for form in [with_arguments(form, kind) for form in (messages, whole) for kind in (dict, str)]:
         try:
-            rendered = render(form)
+            rendered, text = render(form)
+            as_python = (
+                any(str(each) in text for each in objects_in(form)) and f"{MARK!r}: None" in render(marked(form))[1]
+            )
         except UserError:
             raise
         except TemplateSyntaxError as error:
@@ -184,7 +190,7 @@ def in_some_form(messages: list[Message], render: Callable[[list[Message]], T]) 
         except Exception as error:  # a template is a program
             first = first or error
         else:
-            if not any(getattr(call["arguments"], "is_printed", False) for call in calls_of(form) if call["arguments"]):
+            if not as_python:
                 return rendered, form
     reason = first_line(first) if first else "it prints the arguments of a call as Python does"
     raise UserError(f"the chat template fails for these messages: {reason}; does it need tools, or other roles?")
@@ -284,7 +290,11 @@ class ChatTemplate:
             return []
         plain = [{key: each[key] for key in each if key not in WEIGHTS} for each in messages[: wanted[-1] + 1]]
 
-        rendered, plain = in_some_form(plain, lambda messages: self.render_counted(messages, tools, wanted))
+        def render(messages: list[Message]) -> tuple[list[Sample], str]:
+            samples = self.render_counted(messages, tools, wanted)
+            return samples, samples[-1].text
+
+        rendered, plain = in_some_form(plain, render)
         ignored, uncounted = self.marks({"messages": plain, "tools": tools, "wanted": wanted})
         self.notes.update(f"the chat template ignores {name}" for name in ignored)
         self.notes.update(f"the loss does not count {name} of the assistant" for name in uncounted)

@@ -42,7 +42,7 @@ logger = logging.getLogger("picotron")
 T = TypeVar("T")
 Encoder = TextEncoder | SampleEncoder
 
-VERSION = 6  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
+VERSION = 7  # part of the keys of cached tokens; add 1 if the same data and tokenizer give other tokens than before
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES, BATCH_ITEMS = 2**20, 2**10  # of text that is tokenised at a time
 SHOWN = 10  # number of broken records whose problems are reported

@@ -74,6 +74,7 @@ FORMS = {  # how templates print the arguments of a call
     "objects": "(message.tool_calls[0].function.arguments | tojson)",
     "items": "message.tool_calls[0].function.arguments.items() | list | tojson",
     "texts": "message.tool_calls[0].function.arguments",
+    "printed": "(message.tool_calls[0].function.arguments | string)",
 }
 
 
