@@ -178,9 +178,10 @@ def init_process_group(
         if backend != "gloo" or missing_ranks(error):
             raise
         reason = first_line(error).rpartition(". ")[2]
-        raise UserError(
-            f"gloo finds no network: {reason}; is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
-        ) from error
+        remedy = "is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            remedy = "to restart ranks, torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        raise UserError(f"gloo finds no network: {reason}; {remedy}") from error
     atexit.register(forget_groups)
     check_same_config(config, model_config, schedule)
 

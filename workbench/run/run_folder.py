@@ -183,8 +183,8 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             again with pp_engine "csv:FILE".
 
     Returns:
-        All records of metrics.jsonl, if this run resumes. The file keeps those up to `resumed_step`; the archived copy
-        has all.
+        All records of this run, if it resumes. metrics.jsonl keeps those up to `resumed_step`; an archived copy has
+        all, perhaps that of an earlier resume from the same step.
 
     Raises:
         UserError: the folder cannot be written.
@@ -217,4 +217,6 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
         schedule_file.unlink(missing_ok=True)
         if searched is not None:
             write_atomically(schedule_file, searched)
-    return all_records
+    archived_records = (read_records(path)[0] for path in save_dir.glob("earlier.*/metrics.jsonl"))
+    same = (each for each in archived_records if records and each[: len(records)] == records)
+    return max([all_records, *same], key=len)

@@ -28,6 +28,8 @@ logger = logging.getLogger("picotron")
 Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 ACTIVE = ("pending", "running")
+STOPPED = "stopped by SIG[A-Z0-9]+, without an error"
+"""regular expression that matches the log of a `cancelled` job, see `exit_after_signal`"""
 ENDED = ("completed", "fail", "oom", "timeout", "cancelled")
 OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|oom.kill event"
 """regular expression that matches the log of an `oom` job: the messages of CUDA, Python, the CPU allocator and Slurm"""

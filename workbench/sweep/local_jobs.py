@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from picotron.config import Config
 from workbench.console import print_line
-from workbench.sweep.jobs import OUT_OF_MEMORY, Job, Status
+from workbench.sweep.jobs import OUT_OF_MEMORY, STOPPED, Job, Status
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
@@ -85,7 +85,10 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
             else:
                 time.sleep(0.1)
         log.seek(start)
-        failed: Status = "oom" if re.search(OUT_OF_MEMORY.encode(), log.read()) else "fail"
+        text = log.read().decode(errors="replace")
+        failed: Status = (
+            "oom" if re.search(OUT_OF_MEMORY, text) else "cancelled" if re.search(STOPPED, text) else "fail"
+        )
         job.set_status((stopped or failed) if process.returncode else "completed")
 
 

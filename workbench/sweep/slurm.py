@@ -20,10 +20,9 @@ import jinja2
 from picotron.config import Config
 from picotron.console import UserError
 from workbench.files import write_atomically
-from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, Job, Status, read_word, stop_options
+from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, STOPPED, Job, Status, read_word, stop_options
 
 ROOT = Path(__file__).resolve().parents[2]
-STOPPED = "stopped by SIG[A-Z0-9]+, without an error"  # see `exit_after_signal`
 
 STATES: dict[Status, str] = {  # the job states of Slurm, as squeue and sacct print them
     "pending": "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",

@@ -213,4 +213,6 @@ def test_resumed_run_continues_its_wandb_run(pool: WorkerPool, tmp_path: Path) -
 
     assert resumed(tmp_path, 3) == ({"id": "abc", "resume": "allow"}, [4, 5])
     assert resumed(tmp_path, 4) == ({"group": "abc"}, [4, 5, 6])  # wandb has step 5, and would ignore another one
+    begin_run(make_config(checkpoint__save_dir=str(tmp_path)), 5)  # a resume that is killed before its first step
+    assert resumed(tmp_path, 5) == ({"group": "abc"}, [4, 5, 6, 7])
     assert resumed(tmp_path / "other", 4) == ({}, [1, 2])
