@@ -270,7 +270,8 @@ class DataParallelZero3(DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.stays_full:
             self._finish_backward()
-            self.awaited, self.running, self.latest = [], [], ()
+            self.awaited, self.latest = [], ()
+        self.running = []  # also after a forward that raised
         for unit in self.rest:
             unit.gather()
         output = super().forward(*args, **kwargs)
@@ -300,11 +301,12 @@ class DataParallelZero3(DataParallel):
         if number > 0:
             self._finish_reduction()  # the last one of the micro-batch before, meanwhile modules have computed
         memory = {unit.full.untyped_storage()._cdata for unit in group}
-        if any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in tree_leaves(output)):
+        dense = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.layout == torch.strided)
+        if any(x.untyped_storage()._cdata in memory for x in dense):
             raise UserError(
                 f"{type(module).__name__} returns a part of its weights, whose memory ZeRO-3 frees; return a copy, by clone()"
             )
-        if not isinstance(module, EMBEDDINGS):
+        if type(module) not in EMBEDDINGS:
             self._await_gradients(output, group)
 
     def _await_gradients(self, outputs: Any, group: tuple[Unit, ...], rest: tuple[Unit, ...] = ()) -> None:

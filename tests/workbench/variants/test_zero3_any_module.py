@@ -42,6 +42,17 @@ class Block(nn.Module):
         return (self.linear(x).tanh() + branch + self.offset, y + x), {"mean": x.mean(-1), "none": None}
 
 
+class Scaled(nn.Embedding):
+    """An embedding that, unlike others, needs a weight in backward."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.randn(sizes[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
 class Toy(nn.Module):
     """A tree of blocks drawn with a seed, which are shared, frozen, unused, run twice or checkpointed. Weights of no
     unit are read while their module does not run.
@@ -68,10 +79,11 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleDict({"a": nn.ModuleList(blocks[:half]), "b": nn.ModuleList(blocks[half:])})
         self.head, self.scalar = nn.Linear(SIZE, 1), nn.Parameter(torch.randn(()))
         self.other = nn.Linear(SIZE, SIZE)
-        self.start = nn.ModuleList([nn.Sequential(nn.Embedding(5, SIZE), nn.Linear(SIZE, SIZE))])
+        rows = nn.Sequential(nn.Embedding(5, SIZE), nn.Linear(SIZE, SIZE))
+        self.start = nn.ModuleList([Scaled(5, SIZE), rows])
 
     def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        x = x[:, self.columns] + self.start[0](ids)
+        x = x[:, self.columns] + self.start[0](ids) + self.start[1](ids)
         pair, blocks, means = (x * self.head.weight, x), [*self.blocks["a"], *self.blocks["b"]], []
         for i, saves in zip(self.order, self.checkpointed, strict=True):
             if saves:
