@@ -231,8 +231,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """
     wrapper = wrapper_of(model)
     wrapper.finish_grad_sync()  # unless the loop has called it
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     if shares := squared_norms(model):
         square = torch.stack([*shares.values()]).sum()
     all_reduce(square, None)
