@@ -123,7 +123,7 @@ class Checker:
         for chapter in only:
             own = getattr(self.adapter, "LAYOUTS", ())
             default = [*FOUR, *PAIRS, *MODELS, *own] if chapter == "run" else [*SINGLE]
-            if chapter == "mixed":  # in which only micro-batches, or only ranks, add to gradients, and both
+            if chapter == "mixed":  # gradients are sums over micro-batches only, over ranks only, and over both
                 default = ["dp1", "dp2 no_accumulation", *SINGLE]
             default = [*dict.fromkeys([*SINGLE, *default, *PAIRS, *own])] if full else default
             own = layouts or [layout for layout in default if not self.refusal(chapter, layout, layout)]

@@ -95,7 +95,7 @@ def means_of(factors: Mapping[Key, float], limits: Limits) -> dict[Key, float]:
 
 def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
     """Check that gradients that are sums over ranks or micro-batches have more bits than the narrow dtype, see
-    `is_narrow`. That of an expert may be one product of the tokens of all ranks.
+    `is_narrow`. The gradient of an expert may be a single product over the tokens of all ranks.
     """
     terms = {False: case.sizes["dp"] * case.sizes["cp"] * case.micro_batches, True: case.micro_batches}
     for step, found in zip(case.steps, gradients if case.torch_dtype != case.weight_dtype else (), strict=False):

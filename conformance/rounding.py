@@ -34,7 +34,7 @@ COPIES = ("clone", "_to_copy", "embedding")
 
 class Rounding(TorchDispatchMode):
     """Context in which results get a random relative error of at most half a unit in the last place of a dtype, and
-    weights are cast to it: one of 1 hides small updates from all runs alike.
+    weights are cast to it. (In bfloat16, a weight of 1 does not show a small update, in any run.)
 
     Args:
         model: the model, whose modules `WIDE` only round their outputs.

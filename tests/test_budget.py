@@ -27,7 +27,7 @@ TOKENS = {
     "puzzles": 23_736,
     "steps": 14_609,
     "submit_slurm_jobs.py": 1_385,
-    "tests": 145_187,
+    "tests": 145_327,
     "train.py": 1_416,
     "workbench": 122_027,
 }

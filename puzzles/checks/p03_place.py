@@ -16,7 +16,7 @@ from workbench.explain.fake_group import fake_rank
 from workbench.run.config_reader import load_config
 
 Place = tuple[int, int, int, int]
-CONFIG = Path(__file__).parents[2] / "docs" / "small.json"  # learners may start anywhere
+CONFIG = Path(__file__).parents[2] / "docs" / "small.json"  # learners may run the check from any folder
 STEPS = 2
 NAMES = ("the step", "the micro-batch", "the dp rank", "the row")
 

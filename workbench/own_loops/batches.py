@@ -228,7 +228,7 @@ def train_batch(
 
 @contextlib.contextmanager
 def whole_step(model: DataParallel) -> Iterator[None]:
-    """Context of a step, which an error gives up: gradients and counts are cleared, in case the program goes on."""
+    """Context of a step. After an error, clear the gradients and the counts of experts: the program may go on."""
     try:
         yield
     except BaseException:

@@ -170,7 +170,7 @@ def init_process_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     try:
-        if is_launched():  # each run of a program has keys of its own in the store
+        if is_launched():  # each run of a program needs its own keys in the store
             store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
             members |= {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
         dist.init_process_group(backend, device_id=device_id, **members)

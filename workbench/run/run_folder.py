@@ -183,8 +183,8 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             again with pp_engine "csv:FILE".
 
     Returns:
-        All records of this run, if it resumes. metrics.jsonl keeps those up to `resumed_step`; an archived copy has
-        all, perhaps that of an earlier resume from the same step.
+        All records of this run, if it resumes. metrics.jsonl keeps the records up to `resumed_step`. The later ones are
+        in an archived copy, which an earlier resume from the same step may have made.
 
     Raises:
         UserError: the folder cannot be written.

@@ -87,7 +87,7 @@ def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: 
         log.seek(start)
         text = log.read().decode(errors="replace")
         failed: Status = (
-            "oom" if re.search(OUT_OF_MEMORY, text) else "cancelled" if re.search(STOPPED, text) else "fail"
+            "cancelled" if re.search(STOPPED, text) else "oom" if re.search(OUT_OF_MEMORY, text) else "fail"
         )
         job.set_status((stopped or failed) if process.returncode else "completed")
 

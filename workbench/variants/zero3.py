@@ -131,7 +131,9 @@ class Unit:
             self.versions = [parameter._version for parameter in self.parameters]
 
     def _check(self, buffer: Tensor) -> None:
-        """Raise UserError if a weight was changed, which `shard` does not know, or its data are not in a buffer."""
+        """Raise UserError if a weight was changed in place, which leaves `shard` as it is, or if its data are not in
+        `buffer`.
+        """
         check_not_replaced(self.parameters, buffer, self.module)
         for parameter, version in zip(self.parameters, self.versions, strict=True):
             if parameter._version != version:
@@ -189,7 +191,8 @@ class DataParallelZero3(DataParallel):
         groups: the units that each group uses. Usually one; a weight that several groups share has a unit of its own.
         shared: units that several groups use. They stay full from their first use to the end of forward.
         rest: units of the parameters of no group.
-        running: the units of the modules whose forwards run, for a module inside of others with those of the others.
+        running: stack of the units that the modules whose forward is running need; the entry of an inner module has
+            the units of the modules around it, too.
         latest: the units that were used last in this forward.
         awaited: the groups whose outputs get a gradient in this micro-batch, in the order of forward.
         keeps: whether weights stay full until the end of the micro-batch: a graph of its backward will need them again.

@@ -10,10 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from submit_slurm_jobs import read_config
 from tests.support.jobs import RESUMED, log_of, processes_of, run_program, wait_for
 from tests.support.program import metrics
 from workbench.run.run_folder import checkpoint_folders
+from workbench.sweep import local_jobs
 from workbench.sweep.jobs import Job
+from workbench.sweep.local_jobs import run_local_jobs
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("said", "status"), [("stopped by SIGTERM, without an error", "cancelled"), ("out of memory", "oom"), ("", "fail")]
+)
+def test_the_log_of_a_job_says_how_it_ended(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, said: str, status: str
+) -> None:
+    job = make_job("job")
+    monkeypatch.setattr(local_jobs, "command", lambda *_: ["bash", "-c", f"echo {said}; exit 1"])
+    assert run_local_jobs({job: read_config(job)}, None, 1, dry_run=False) == 1
+    assert job.status == status
 
 
 @pytest.mark.slow
