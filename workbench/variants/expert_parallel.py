@@ -52,12 +52,14 @@ def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: An
     arriving = torch.empty_like(leaving)  # by the rank that sends the rows, and by this rank's expert
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # a GPU is waited for once
-    arrived = Exchange.apply(rows, sent, received, group)
     expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
     order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
     inverse = order.argsort()
-    outputs = run_experts(experts, Permute.apply(arrived, order, inverse), arriving.sum(0))
-    returned: Tensor = Exchange.apply(Permute.apply(outputs, inverse, order), received, sent, group)
+    # Each step takes the name of the one before, so that its memory is free as soon as possible.
+    rows = Permute.apply(Exchange.apply(rows, sent, received, group), order, inverse)
+    rows = run_experts(experts, rows, arriving.sum(0))
+    rows = Permute.apply(rows, inverse, order)
+    returned: Tensor = Exchange.apply(rows, received, sent, group)
     return returned
 
 
