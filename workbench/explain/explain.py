@@ -21,6 +21,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from transformers import PreTrainedConfig
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel.data_parallel import DataParallel
+from picotron.model import cross_entropy
 from picotron.model.families import Differences, differences, part_parameters
 from picotron.model.placement import Index
 from picotron.optimizer import update_weights
@@ -125,8 +127,10 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Executor
     length = config.training.seq_length
     tokens = np.broadcast_to(np.uint16(0), config.global_batch_size * length + 1)  # one token in memory
     data_loader = MicroBatchDataLoader(TextRows(tokens, length), config, META, shuffle=False)
+    logits = 0 if config.distributed.use_cpu else cross_entropy.CHUNK_LOGITS  # in the loss, which takes META for a GPU
     try:
-        return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
+        with mock.patch.object(cross_entropy, "CHUNK_LOGITS", logits):
+            return run_step(model, data_loader, config, make_train_step(config, plan, META, dtype))
     finally:
         model.unhook()  # a plan of a sweep builds thousands of models
 

@@ -79,6 +79,7 @@ FULL = {"training__activation_checkpointing": "full"}
         ({"cp_size": 2, "pp_size": 2, "pp_engine": "zb_h1"}, {}),
         ({"dp_size": 2, "cp_size": 2, "cp_engine": "ulysses", "cp_sharding": "contiguous"}, {}),
         ({"tp_size": 4, **FULL}, {}),  # two ranks hold a key/value head
+        ({"tp_size": 4, "training__seq_length": 300}, {"max_position_embeddings": 300}),  # the loss has two chunks
         ({"pp_size": 4}, {"num_hidden_layers": 6}),  # of which those in the middle are played once
         ({"dp_size": 2, "cp_size": 2, "ep_size": 4}, {"family": "qwen3_moe"}),
         # the pp ranks differ only in the layers that have experts
