@@ -57,6 +57,7 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
         ("kill -USR1 $$; sleep 0.2; return 1", 1, "timeout"),
         ("kill -USR1 $$; sleep 0.2", 0, "completed"),  # the run has ended in time
         ("kill -TERM $$; sleep 0.2; return 1", 1, "cancelled"),
+        ("echo srun: error: Node failure on n0", 1, "fail"),  # and succeeds
         ("echo stopped by SIGTERM, without an error; return 1", 1, "cancelled"),  # before a preemption
     ],
 )
