@@ -136,8 +136,12 @@ def set_up(
 
     Raises:
         UserError: the config does not fit the model or the number of processes, `checkpoint.save_dir` is in use, or
-            there is no `data`, and a key has no effect.
+            there is no `data`, and a key has no effect; or this process is in a run already.
     """
+    if dist.is_initialized():
+        raise UserError(
+            "this process is in a run already: end its `with set_up` first; after an error on several ranks, start a new process"
+        )
     model_config, plan = check_run(config)
     if data is None:
         check_used(config, DATA_SET_KEYS)
@@ -157,6 +161,9 @@ def set_up(
         CLAIM.close()
         if trainer and not trainer.stop:  # the program may go on
             trainer.signals.close()
+            trainer.model.unhook()  # whose hooks would keep it in memory
+        if dist.is_initialized() and dist.get_world_size() == 1:  # after an error, as in a cell that runs again
+            dist.destroy_process_group()
     if trainer.stop:
         exit_after_signal(trainer.stop)
 

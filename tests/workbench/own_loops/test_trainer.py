@@ -1,8 +1,11 @@
 """set_up: a loop of one's own resumes, freezes parameters, stops, and numbers its samples."""
 
+import contextlib
 import functools
+import gc
 import math
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,19 @@ def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
     half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
     rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
     run_ranks(2, functools.partial(train_twice, half, rest, again))
+
+
+def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -> None:
+    config, models = config_of(tmp_path), []
+    for _ in range(2):
+        with contextlib.suppress(EOFError), set_up(config, Data("", None, random_rows(config))) as trainer:
+            models.append(weakref.ref(trainer.model))
+            with pytest.raises(UserError, match="in a run already"), set_up(config, Data()):
+                pass
+            raise EOFError
+    del trainer
+    gc.collect()
+    assert [model() for model in models] == [None, None]
 
 
 def freeze_and_stop(config: Config) -> None:

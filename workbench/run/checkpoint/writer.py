@@ -48,7 +48,8 @@ NFS_CACHE_SECONDS = 60  # by default, an NFS client may not see a new file for t
 
 class CheckpointWriter:
     """Writes the checkpoints of a run. As a context manager, it waits on exit for a checkpoint in progress. It does so
-    even after a UserError (such as a loss of NaN), because the checkpoint is from before the error.
+    even after a UserError (such as a loss of NaN), because the checkpoint is from before the error. (After another
+    error, it waits only with one rank: the others may not come.)
 
     Args:
         config, model_config: config of the run and of its model.
@@ -93,7 +94,7 @@ class CheckpointWriter:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is None or isinstance(error, UserError):
+        if error is None or isinstance(error, UserError) or dist.get_world_size() == 1:
             self.wait()
 
     def _check_shared(self) -> None:
