@@ -8,6 +8,7 @@ A program with a loss or with batches of its own (see `batches`) needs no more, 
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import math
@@ -249,6 +250,7 @@ class Trainer:
             raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
         self.progress = checkpoint.progress(data.fingerprint, training) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
+        self.samples_read, self.first_sample = 0, self.progress.samples
 
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
         self.model = build_model(config, self.model_config, plan.wrap, device, dtype, weights, frozen)
@@ -284,13 +286,15 @@ class Trainer:
                 saved = self.progress.step
 
     def next_batches(self) -> list[Batch]:
-        """Read this rank's micro-batches of the next step from the config's data set.
+        """Read this rank's micro-batches of the next step from the config's data set. A run that resumes reads on after
+        those that were read before its last `train`, which may be several for one step, or the same ones for several.
 
         Raises:
             UserError: `set_up` was called with data of the program's own.
         """
         if self.loader is None:
             raise UserError("the run has data of its own; call set_up without them, or pass batches to `split`")
+        self.samples_read += self.loader.global_batch_size
         return [next(self.loader) for _ in range(self.loader.grad_acc_steps)]
 
     def next_samples(self, size: int, rows: int = 1, steps: int = 1) -> list[int]:
@@ -368,6 +372,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.progress = self.progress.after_step(self.config)
+        if self.samples_read:
+            self.progress = dataclasses.replace(self.progress, samples=self.first_sample + self.samples_read)
         return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
     def log(self, record: dict[str, float]) -> None:

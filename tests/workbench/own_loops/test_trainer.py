@@ -50,11 +50,12 @@ def config_of(folder: Path, model: LlamaConfig | None = None, **keys: Any) -> Co
 
 
 def train_twice(*configs: Config) -> None:
-    """Train in one process as in a notebook: with `set_up`, and again, and go on."""
+    """Train in one process as in a notebook: with `set_up`, and again, and go on. A step has the batches of two."""
     handlers, losses = [signal.getsignal(each) for each in STOP_SIGNALS], []
     for config in configs:
         with set_up(config, Data("", None, random_rows(config))) as trainer:
-            losses += [trainer.train(trainer.next_batches())["loss"] for _ in trainer.steps()]
+            read = trainer.next_batches
+            losses += [trainer.train([*read(), *read()])["loss"] for _ in trainer.steps()]
     assert losses[:4] == losses[4:]
     assert len(set(losses)) == 4
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
