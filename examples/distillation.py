@@ -29,6 +29,7 @@ from workbench.prepare.tokens import read_tokenizer
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.config_reader import config_parser, load_config
 from workbench.run.model_config import load_model_config
+from workbench.run.run_folder import check_kept
 from workbench.run.token_files import check_tokenizer
 
 
@@ -93,6 +94,7 @@ def check_tokenizers(config: Config, teacher: str) -> None:
 
 def train(config: Config, teacher: str, temperature: float) -> None:
     """Train on this rank."""
+    check_kept(config, {"--teacher": teacher})
     check_tokenizers(config, teacher)
     with set_up(config) as trainer:
         learn(trainer, teacher, temperature)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conformance.worker_pool import WorkerPool
+from examples import distillation
 from examples.distillation import check_tokenizers, learn, read_config
 from picotron.config import Config
 from picotron.console import UserError
@@ -71,3 +72,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     check(teacher)
     with pytest.raises(UserError, match=r"set model\.tokenizer to '.*teacher'"):
         check(other)
+
+
+def test_a_teacher_that_the_run_would_move_is_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / "run" / "step_00000002").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"--teacher=.* is in checkpoint\.save_dir"):
+        distillation.train(config_of(tmp_path, {}), str(folder), TEMPERATURE)

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def claim_save_dir(config: Config) -> None:
             raise UserError(
                 f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
-        _check_kept(config)
+        check_kept(config, {"model.name": config.model.name, "model.tokenizer": config.model.tokenizer})
         if int(os.environ.get("RANK", 0)) == 0:
             path, started = Path(name, ".run_lock"), time.strftime("%Y-%m-%d %H:%M:%S")
             if (lock := CLAIM.enter_context(locked(path))) is None:
@@ -66,14 +66,18 @@ def claim_save_dir(config: Config) -> None:
         ) from None
 
 
-def _check_kept(config: Config) -> None:
-    """Raise a UserError if a run reads its model or tokenizer from a checkpoint that it archives, see `begin_run`."""
+def check_kept(config: Config, folders: Mapping[str, str | None]) -> None:
+    """Raise a UserError if a run reads a model or a tokenizer from a checkpoint that it archives, see `begin_run`.
+
+    Args:
+        folders: what the run reads, by the keys or options that name it.
+    """
     save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
     checkpoints = {path.resolve() for path in checkpoint_folders(Path(save_dir)).values()}
-    for key, name in (("name", config.model.name), ("tokenizer", config.model.tokenizer)):
+    for key, name in folders.items():
         if Path(name or "").resolve() in checkpoints and not (latest or Path(start).resolve() in checkpoints):
             raise UserError(
-                f"model.{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
+                f"{key}={name!r} is in checkpoint.save_dir={save_dir!r}, where a new run moves earlier checkpoints "
                 f"to another folder; choose another save_dir"
             )
 
