@@ -68,6 +68,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module, training: Training, fused: bool) -> None:
         self.model = wrapper_of(model)
+        vars(model)["zero_grad"] = self.model.zero_grad  # a compiled module has torch's, for `grad`
         self.masters: dict[nn.Parameter, Tensor] = {}
         for p in filter(lambda p: p.requires_grad, model.parameters()):
             weight, dtype = owned_weight(p), self.master_dtype(p)

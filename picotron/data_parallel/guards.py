@@ -119,11 +119,7 @@ class ZeroGrad:
         self.wrapper.zero_grad()
 
     def __reduce__(self) -> Any:
-        return zero_grad_of, (self.module,)
-
-
-def zero_grad_of(module: nn.Module) -> Any:
-    return functools.partial(type(module).zero_grad, module)
+        return functools.partial, (type(self.module).zero_grad, self.module)
 
 
 def names_of(module: nn.Module) -> dict[Tensor, str]:

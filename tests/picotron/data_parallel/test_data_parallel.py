@@ -1,5 +1,7 @@
 """Buckets: parameters that some ranks do not use, their order and sizes, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,9 @@ from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama
 from picotron.model.placement import place
+from picotron.optimizer import AdamW
 from picotron.process_group_manager import new_groups, setup_process_group_manager
-from tests.fuzz.pipelines import WRAPPERS
+from tests.fuzz.pipelines import TRAINING, WRAPPERS
 from tests.support.oracle import make_config, tiny_llama
 from workbench.explain.fake_group import fake_rank
 
@@ -104,3 +107,13 @@ def pending_after_backward() -> int:
 
 def test_a_layer_on_one_rank_holds_back_no_reduction(pool: WorkerPool) -> None:
     assert pool.run(pending_after_backward, 2) == [0, 0]
+
+
+def test_a_compiled_wrapper_clears_its_gradients() -> None:
+    with fake_rank(0, make_config().distributed):
+        model: Any = torch.compile(DataParallelBucket(nn.Linear(5, 5)), backend="eager")
+        AdamW(model, TRAINING, fused=False)
+        model(torch.ones(1, 5)).sum().backward()
+        assert model.gradient_buffers()[0].any()
+        model.zero_grad()
+        assert not model.gradient_buffers()[0].any()
