@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from conformance.worker_pool import WorkerError, WorkerPool
 from puzzles.answers import judge, load, load_adapter
-from puzzles.catalogue import Puzzle
+from puzzles.catalogue import FOLDER, Puzzle
 from puzzles.group import Group
 from puzzles.report import Report
 
@@ -44,7 +44,7 @@ def run(puzzle: Puzzle, path: Path, pool: WorkerPool, limit: float | None = None
         pool: the processes, as many as the check asks for.
         limit: seconds after which the code counts as hanging; by default 10, or 60 for an adapter.
     """
-    report, limit = Report(), limit or (ADAPTER_LIMIT if adapter else LIMIT)
+    path, report, limit = path.resolve(), Report(), limit or (ADAPTER_LIMIT if adapter else LIMIT)
     for ranks in getattr(check_of(puzzle), "SIZES", (1,)):
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
@@ -84,6 +84,7 @@ def run_rank(puzzle: Puzzle, path: Path, folder: Path, limit: float, adapter: bo
         (folder / f"{group.rank}.hang").open("w") as stacks,
         open(1, "w", buffering=1, closefd=False) as lines,  # so that what the code prints is seen if it never ends
         contextlib.redirect_stdout(lines),
+        contextlib.chdir(FOLDER.parent),  # checks read files of the repository, from whatever folder they are run
     ):
         dist.barrier()  # a rank must not end while another one is connecting to it
         faulthandler.dump_traceback_later(limit, file=stacks)

@@ -1,6 +1,5 @@
 """Check of puzzle 3: the micro-batches that the data loader gives each rank."""
 
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -16,7 +15,6 @@ from workbench.explain.fake_group import fake_rank
 from workbench.run.config_reader import load_config
 
 Place = tuple[int, int, int, int]
-CONFIG = Path(__file__).parents[2] / "docs" / "small.json"  # learners may run the check from any folder
 STEPS = 2
 NAMES = ("the step", "the micro-batch", "the dp rank", "the row")
 
@@ -25,7 +23,7 @@ def places(B: int, m: int, dp: int) -> dict[int, Place]:
     """Return the place of each sample of two steps, read from the loaders of all ranks."""
     sizes = {"micro_batch_size": B, "gradient_accumulation_steps": m, "seq_length": 4}
     options = [word for key, value in sizes.items() for word in (f"--training.{key}", str(value))]
-    config = load_config(["--config", str(CONFIG), *options, "--distributed.dp_size", str(dp)])
+    config = load_config(["--config", "docs/small.json", *options, "--distributed.dp_size", str(dp)])
     numbers = np.arange(STEPS * B * m * dp).repeat(4)  # each token of sample n is n
     found = {}
     for rank in range(dp):

@@ -97,12 +97,14 @@ def test_adapter_is_checked_function_by_function(
     monkeypatch.chdir(tmp_path)  # where the course is
     adapter = tmp_path / "course.py"
     mine = "def p09_owner(chunk, cp):\n    return min(chunk, 2 * cp - 1 - chunk)\n"
-    adapter.write_text(f"from other import place as p03_place\n\n{mine}")
+    layout = "from puzzles.solutions.p16_layout import layout as p16_layout\n"  # whose check reads files
+    adapter.write_text(f"from other import place as p03_place\n{layout}\n{mine}")
     (tmp_path / "other.py").write_text("def place(sample, B, m, dp):\n    return sample\n")
     assert cli.main(["--adapter", str(adapter)], tmp_path) == 1
     output = capsys.readouterr().out
-    verdicts = {line.split()[1]: re.split("  +", line)[2] for line in output.splitlines()[1:17]}
-    assert (verdicts.pop("p03_place"), verdicts.pop("p09_owner")) == ("wrong", "right")
+    verdicts = {line.split()[1]: re.split("  +", line)[2] for line in output.splitlines()[1:23]}
+    found = [verdicts.pop(name) for name in ("p03_place", "p09_owner", "p16_layout")]
+    assert found == ["wrong", "right", "right"]
     assert set(verdicts.values()) == {"not offered"}
     assert cli.main(["9", "--adapter", str(adapter)], tmp_path) == 0
 
