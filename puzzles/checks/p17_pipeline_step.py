@@ -69,7 +69,8 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
         report.picture = draw(programs)
         whole = model[group.rank]
         last = group.rank == group.size - 1
-        group.expect(torch.as_tensor(result, dtype=torch.float64), total.detach() * last, where, "the mean loss")
+        mean = torch.as_tensor(result, dtype=torch.float64) if isinstance(result, int | float | Tensor) else result
+        group.expect(mean, total.detach() * last, where, "the mean loss")
         found = difference(stage.weight.grad, whole.weight.grad, "the gradient of the stage's weight")
         swapped = [
             f"; the backward of micro-batch {i} gets the gradient that belongs to micro-batch {j}"
@@ -85,6 +86,8 @@ def check(learner: ModuleType, group: Group, report: Report) -> None:
             f"{group.here}{where}: {held} micro-batches had activations at the same time, expected at most {most}"
         )
         group.require(held <= most, sentence)
+        order, expected = "".join(stage.events), "F" * most + "BF" * (m - most) + "B" * most
+        group.require(order == expected, f"{group.here}{where}: the order is {order}, that of 1F1B is {expected}")
 
 
 def draw(programs: list[list[str]]) -> str:

@@ -28,6 +28,8 @@ WRONG = [
     (17, "warmup = min(group.size - 1 - rank, m)", "warmup = m", "WRONG", "had activations at the same time"),
     (17, "y.backward(None if last", "(y * 2 if last else y).backward(None if last", "WRONG", "the gradient of the stage's weight"),
     (17, "popleft", "pop", "WRONG", "the backward of micro-batch 0 gets the gradient that belongs to"),
+    (17, "warmup = min(group.size - 1 - rank, m)", "warmup = 0", "WRONG", "rank 0 of 2, m = 6: the order is FBFBFBFBFBFB, that of 1F1B is FFBFBFBFBFBB"),
+    (17, "return sum(losses)", "return sum(losses) if last else None", "WRONG", "rank 0 of 2, m = 6: the mean loss should be .* but is None"),
     (18, "dp.all_reduce(g) / dp.size", "dp.all_reduce(g)", "WRONG", "the norm is"),
     (18, "(tp.all_reduce(squares[0] + squares[1]) + squares[2])", "tp.all_reduce(squares[0] + squares[1] + squares[2])", "WRONG", "the norm is"),
     (21, '"slow rank"', '"bubble"', "WRONG", "run e: a step takes 0.* 'bubble' explains 0.0"),
