@@ -17,6 +17,6 @@ def dropout(y: Tensor, samples: Tensor, positions: Tensor, layer: int) -> Tensor
     and recomputation calls the function once more.
 
     Whether a number is dropped depends on its sample, position, layer and place in D, and on nothing else; numbers that
-    differ in one of them are dropped independently. Other code uses torch's own generator, so leave its state as it is.
+    differ in any of them are dropped independently. Other code uses torch's own generator, so leave its state as it is.
     """
     raise NotImplementedError
