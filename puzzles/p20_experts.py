@@ -20,6 +20,6 @@ def mixture(
     - 1. `run(e, rows)` computes the output of expert e, which must be one of this rank's: (R, D) -> (R, D). Some
     experts have no tokens, and no token is dropped. Use `group.send(y, to)` and `group.recv(source)`; messages of a
     rank to another one arrive in order, and a message may have no rows. A row is sent only to a rank that computes it,
-    and back.
+    and back. Besides rows, a rank may send one number for each expert.
     """
     raise NotImplementedError

@@ -1,8 +1,9 @@
 """Wrong answers: a plausible mistake in the solution of each puzzle, and answers that fail in all ways of failing."""
 
-# Number, what to replace in the solution and by what, the verdict, and a pattern of the sentence.
+# Number, what to replace in the solution and by what, the verdict (RIGHT: no mistake), and a pattern of the sentence.
 WRONG = [
     (1, "[: len(x)]", "", "WRONG", r"rank 0 of 3, x = .*\(7,\).*\(9,\)"),
+    (1, "return group.all_gather(group.reduce_scatter(padded))", "parts, others = padded.chunk(group.size), [r for r in range(group.size) if r != group.rank]; [group.send(parts[r], r) for r in others]; own = sum((group.recv(r) for r in others), parts[group.rank]); [group.send(own, r) for r in others]; import torch; return torch.cat([own if r == group.rank else group.recv(r) for r in range(group.size)])", "RIGHT", "^$"),
     (2, "chunks[(rank - step - 1) % n] + group.recv(before)", "group.recv(before)", "WRONG", r"result\[0\] is 1, expected 10101 .* numbers of ranks \[1, 2\]; .* \[\]$"),
     (3, "B * dp)\n    dp_rank", "B)\n    dp_rank", "WRONG", r"place\(4, B=2, m=4, dp=2\): the micro-batch is 2, expected 1"),
     (4, "count += (targets != -100).sum()", "count += len(targets)", "WRONG", r"with \[6, 1\] and \[2, 5\] targets"),
@@ -40,6 +41,7 @@ WRONG = [
     (22, "1_000_003", "1", "WRONG", r"together with those at sample \+1, position -1"),
     (22, "samples[:, None] *", "torch.arange(len(y))[:, None] *", "WRONG", "dp 2, rank 1, layer 3: y"),
     (22, " / (1 - RATE)", "", "WRONG", "every number is 1.33333 times too small"),
+    (20, "rank != group.rank]\n", "rank != group.rank]\n    [group.send(torch.tensor([len(pairs[e][0]) for e in range(rank * own, (rank + 1) * own)]).double(), rank) for rank in others]; counts = [group.recv(rank) for rank in others]\n", "RIGHT", "^$"),
     (20, " * weights[tokens, places, None]", "", "WRONG", r"tokens that stay on their rank: y\[0, 0\] is"),
     (20, "weights[tokens, places, None]", "weights[tokens, 0, None]", "WRONG", r"y\[0, 0\] is"),
     (19, "(scores - lse[..., None]).exp()", "scores.softmax(-1)", "WRONG", r"dk\[0, 0, 0\] is"),
