@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import train
-from conformance.adapters.picotron import options_of
-from conformance.case import is_size, sizes_of
+from conformance.adapters.picotron import keys_of
 from workbench.console import print_line
 from workbench.run.config_reader import load_config
 from workbench.run.launch import exit_on_error
@@ -39,12 +38,6 @@ LAYOUTS = (  # in the words of conformance/adapters/picotron.py
     *("tp2 sp", "cp2 ring", "cp2 all_gather", "cp2 ulysses", "pp2 afab", "pp2 1f1b", "pp2 interleaved_1f1b", "pp2 zbv"),
     "dp2 ep2",
 )
-
-
-def keys_of(layout: str) -> dict[str, Any]:
-    """Return the keys of the config's section `distributed` that a layout names."""
-    sizes = {f"{axis}_size": size for axis, size in sizes_of(layout).items()}
-    return sizes | options_of([word for word in layout.split() if not is_size(word)])
 
 
 def train_here(*arguments: Any) -> None:

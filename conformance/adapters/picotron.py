@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance import Case, NotOffered, Part, Result
-from conformance.case import Batch, weights_of
+from conformance.case import AXES, Batch, is_of_case, weights_of
 from picotron import process_group_manager as pgm
 from picotron.collectives import all_reduce
 from picotron.config import Config
@@ -42,13 +42,13 @@ KEYS = {  # of the config's section `distributed`, by the words that are their v
     **dict.fromkeys(("ring", "all_gather", "ulysses"), "cp_engine"),
     **dict.fromkeys(("zero1", "zero3"), "dp_engine"),
 }
-NUMBERS = {"chunks": "pp_chunks", "ep": "ep_size"}
+NUMBERS = {"chunks": "pp_chunks"} | {axis: f"{axis}_size" for axis in (*AXES, "ep")}
 
 
-def options_of(words: list[str]) -> dict[str, Any]:
+def keys_of(layout: str) -> dict[str, Any]:
     """Return the keys of the config's section `distributed` that the words of a layout name."""
-    found: dict[str, Any] = {}
-    for word in words:
+    found: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    for word in layout.split():
         name = word.rstrip("0123456789")
         if word == "sp":
             found["sequence_parallel"] = True
@@ -56,19 +56,19 @@ def options_of(words: list[str]) -> dict[str, Any]:
             found[KEYS[word]] = word
         elif name in NUMBERS and name != word:
             found[NUMBERS[name]] = int(word.removeprefix(name))
-        else:
+        elif word != "x":
             raise NotOffered(f"the word {word!r} means nothing to picotron")
     return found
 
 
 def config_of(case: Case) -> Config:
-    sizes = {f"{axis}_size": size for axis, size in case.sizes.items()}
+    layout = " ".join(word for word in case.layout.split() if not is_of_case(word))
     sequences, length = case.batch(-1)["input_ids"].shape
     rows, left = divmod(sequences, case.micro_batches * case.sizes["dp"])
     case.require(not left, f"{sequences} sequences do not divide into the micro-batches")
     checkpoints = [] if case.load is None else list(checkpoint_folders(case.load).values())
     return parse_config({
-        "distributed": sizes | options_of(case.words) | {"use_cpu": not torch.cuda.is_available()},
+        "distributed": keys_of(layout) | {"use_cpu": not torch.cuda.is_available()},
         "model": {"name": str(case.model_folder), "dtype": case.dtype, "pretrained": True},
         "training": {
             "seq_length": length, "micro_batch_size": rows, "gradient_accumulation_steps": case.micro_batches,

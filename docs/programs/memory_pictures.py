@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
+from conformance.adapters.picotron import keys_of
 from docs.programs.svg import TENSORS, main
 from picotron.config import Model
 from workbench.console import text_table
@@ -23,31 +24,30 @@ from workbench.run.config_reader import parse_config
 from workbench.run.model_config import load_model_config
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-FULL = {"activation_checkpointing": "full"}
-TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the layout, and of the training
-    "dp 8": ({"dp_size": 8}, {}),
-    "+ recomputation": ({"dp_size": 8}, FULL),
-    "+ zero1": ({"dp_size": 8, "dp_engine": "zero1"}, {}),
-    "+ zero3": ({"dp_size": 8, "dp_engine": "zero3"}, {}),
-    "+ zero3 + recomputation": ({"dp_size": 8, "dp_engine": "zero3"}, FULL),
-    "tp 8": ({"tp_size": 8}, {}),
-    "tp 8 + sequence parallel": ({"tp_size": 8, "sequence_parallel": True}, {}),
-    "cp 8": ({"cp_size": 8}, {}),
-    "pp 8, 1f1b": ({"pp_size": 8}, {}),
-    "pp 8, afab": ({"pp_size": 8, "pp_engine": "afab"}, {}),
+TECHNIQUES = {  # layouts, in the words of conformance/adapters/picotron.py
+    "dp 8": "dp8",
+    "+ recomputation": "dp8",
+    "+ zero1": "dp8 zero1",
+    "+ zero3": "dp8 zero3",
+    "+ zero3 + recomputation": "dp8 zero3",
+    "tp 8": "tp8",
+    "tp 8 + sequence parallel": "tp8 sp",
+    "cp 8": "cp8",
+    "pp 8, 1f1b": "pp8",
+    "pp 8, afab": "pp8 afab",
 }
-AXES: dict[str, dict[str, Any]] = {  # changes of docs/seventy_billion.json, one after the other
-    "one GPU": {"tp_size": 1, "pp_size": 1, "dp_size": 1, "sequence_parallel": False, "pp_engine": "1f1b", "dp_engine": "bucket"},
-    "tp 8": {"tp_size": 8},
-    "+ sequence parallel": {"sequence_parallel": True},
-    "+ pp 4, interleaved": {"pp_size": 4, "pp_engine": "interleaved_1f1b"},
-    "+ dp 32, zero1": {"dp_size": 32, "dp_engine": "zero1"},
-}  # fmt: skip
+AXES = {  # added one after the other, up to docs/seventy_billion.json
+    "one GPU": "dp1",
+    "tp 8": "tp8",
+    "+ sequence parallel": "tp8 sp",
+    "+ pp 4, interleaved": "pp4 tp8 sp interleaved_1f1b",
+    "+ dp 32, zero1": "dp32 pp4 tp8 sp interleaved_1f1b zero1",
+}
 
 
-def memory_of(model: PreTrainedConfig, layout: dict[str, Any], training: dict[str, Any]) -> Memory:
+def memory_of(model: PreTrainedConfig, layout: str, training: dict[str, Any]) -> Memory:
     sections = {"model": {"name": "any"}, "dataset": {"name": "python-stdlib"}}
-    config = parse_config({"distributed": layout, "training": training, **sections})
+    config = parse_config({"distributed": keys_of(layout), "training": training, **sections})
     return max(rank_memory(config, model, check_layout(config, model)), key=lambda memory: memory.total)
 
 
@@ -81,10 +81,12 @@ def techniques() -> str:
     """Draw SmolLM-1.7B on 8 ranks, and print the same numbers."""
     sizes_of_matrices = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192}
     model, rows = LlamaConfig(**sizes_of_matrices, num_hidden_layers=24, tie_word_embeddings=True), {}
-    for name, (layout, training) in TECHNIQUES.items():
-        micro_batches = 8 if "pp_size" in layout else 2  # without a pipeline, two are enough for the peak
-        batch = {"seq_length": 2048, "micro_batch_size": 4, "gradient_accumulation_steps": micro_batches}
-        rows[name] = sizes(memory_of(model, layout, batch | training), GIB)
+    for name, layout in TECHNIQUES.items():
+        micro_batches = 8 if "pp" in layout else 2  # without a pipeline, two are enough for the peak
+        training: dict[str, Any] = {"seq_length": 2048, "micro_batch_size": 4}
+        training["gradient_accumulation_steps"] = micro_batches
+        training |= {"activation_checkpointing": "full"} if "recomputation" in name else {}
+        rows[name] = sizes(memory_of(model, layout, training), GIB)
     print("SmolLM-1.7B on 8 ranks, micro-batches of 4 x 2048 tokens (8 of them with pp): GiB of a rank at its peak\n")
     table = [[name, *(f"{size:.2f}" for size in (*parts, sum(parts)))] for name, parts in rows.items()]
     print(text_table([["GiB", *PARTS, "peak"], *table], first_number=1))
@@ -95,10 +97,7 @@ def axes() -> str:
     """Draw docs/seventy_billion.json while its axes are added, one after the other."""
     training = json.loads(Path("docs/seventy_billion.json").read_text())["training"]
     model, limit = load_model_config(Model(name="docs/llama-3.1-70b")), HARDWARE["H100"].gib
-    layout, rows = dict[str, Any](), {}
-    for name, changes in AXES.items():
-        layout |= changes
-        rows[name] = sizes(memory_of(model, layout, training), GIB)
+    rows = {name: sizes(memory_of(model, layout, training), GIB) for name, layout in AXES.items()}
     caption = f"Grey: the {limit:.0f} GiB of an H100. The first bar is cut."
     return bars(rows, "GiB", caption, sum(rows["tp 8"]), limit)
 
@@ -106,10 +105,10 @@ def axes() -> str:
 def zero() -> str:
     """Draw the bytes per parameter that a rank of the quickstart's model holds between steps, in bfloat16."""
     model = load_model_config(Model(name="template/tiny-llama"))
-    plain = memory_of(model, {"dp_size": 2}, {})
+    plain = memory_of(model, "dp2", {})
     rows = {"bucket, any number": sizes(plain, plain.parameters)[:3]}
     for n, engine in itertools.product((2, 8), ("zero1", "zero3")):
-        memory = memory_of(model, {"dp_size": n, "dp_engine": engine}, {})
+        memory = memory_of(model, f"dp{n} {engine}", {})
         rows[f"{engine}, {n} ranks"] = sizes(memory, plain.parameters)[:3]
     return bars(rows, "bytes", "bytes per parameter that a rank holds between steps, in bfloat16", 18)
 
