@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -46,6 +46,7 @@ from benchmarks.workload import (
     torch_adamw,
     transformers_step,
 )
+from conformance.adapters.loop import norm_of_mixed
 from picotron.model.families import model_cost
 from picotron.model.llama import Llama
 from picotron.model.weights import initial_weights, materialise
@@ -140,16 +141,6 @@ def parallelize_plan(sequence_parallel: bool) -> dict[str, Any]:
     return rules
 
 
-def clip(parameters: list[Tensor]) -> None:
-    """Clip like torch.nn.utils.clip_grad_norm_, which does not accept sharded and replicated gradients in one call."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    kinds = [[g for g in gradients if isinstance(g, DTensor) == sharded] for sharded in (False, True)]
-    norms = [torch.nn.utils.get_total_norm(kind) for kind in kinds if kind]
-    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
-    scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], scale)
-
-
 def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any]:
     """Return a step of picotron's Llama under torch's tensor parallelism."""
     device, config = device_of(rank), run_config({})
@@ -171,7 +162,7 @@ def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
                 loss.backward()
             total_loss += loss.full_tensor().detach()
-        clip(list(model.parameters()))
+        norm_of_mixed(list(model.parameters()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return total_loss

@@ -1,6 +1,7 @@
 """Training loop that the examples and the adapters of torch's own parallelism share, norms, and micro-batches."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,14 +19,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def torch_norm(parameters: list[nn.Parameter], limit: float) -> float:
-    """Clip with torch's function, which knows the placements of DTensors."""
-    return float(whole(nn.utils.clip_grad_norm_(parameters, limit)))
+def torch_norm(parameters: list[nn.Parameter], limit: float) -> Tensor:
+    """Clip with torch's function, which knows the placements of DTensors. Returns the norm before."""
+    return whole(nn.utils.clip_grad_norm_(parameters, limit))
 
 
 def sum_norms(
     parameters: list[nn.Parameter], limit: float, share: Callable[[nn.Parameter], float] = lambda p: 1.0
-) -> float:
+) -> Tensor:
     """Clip by the norm of all ranks' gradients, of which each rank has a part.
 
     Args:
@@ -34,16 +35,19 @@ def sum_norms(
     square = torch.stack([p.grad.double().square().sum() * share(p) for p in parameters if p.grad is not None]).sum()
     dist.all_reduce(square)
     nn.utils.clip_grads_with_norm_(parameters, limit, square.sqrt())
-    return float(square.sqrt())
+    return square.sqrt()
 
 
-def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> float:
-    """Clip by the norm of DTensors and of plain tensors, which every rank has."""
-    norms = [float(whole(nn.utils.get_total_norm([p.grad]))) for p in parameters if p.grad is not None]
-    norm = math.hypot(*norms)
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+def norm_of_mixed(parameters: list[nn.Parameter], limit: float) -> Tensor:
+    """Clip by the norm of DTensors on any meshes and of plain tensors, which every rank has; torch's function does not
+    accept them in one call.
+    """
+    gradients, on_mesh = [p.grad for p in parameters if p.grad is not None], defaultdict[Any, list[Tensor]](list)
+    for gradient in gradients:
+        on_mesh[getattr(gradient, "device_mesh", None)].append(gradient)
+    norm = torch.stack([whole(nn.utils.get_total_norm(group)) for group in on_mesh.values()]).norm()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([each.to_local() if isinstance(each, DTensor) else each for each in gradients], scale)
     return norm
 
 
@@ -81,7 +85,7 @@ def train(
     case: Case,
     parameters: Mapping[str, nn.Parameter],
     backward: Callable[[Batch, Tensor], float | None],
-    clip: Callable[[list[nn.Parameter], float], float] = torch_norm,
+    clip: Callable[[list[nn.Parameter], float], Tensor] = torch_norm,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Result:
     """Take the steps of a case.
@@ -106,6 +110,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         result.losses += [] if loss is None else [loss]
-        result.grad_norms.append(norm)
+        result.grad_norms.append(float(norm))
     result.weights = dict(parameters)
     return result

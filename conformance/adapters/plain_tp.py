@@ -138,7 +138,7 @@ def run(case: Case) -> Result:
             dist.all_reduce(p.grad)
         return float(loss)
 
-    def clip(own: list[nn.Parameter], limit: float) -> float:
+    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
         return sum_norms(own, limit, lambda p: 1.0 if p in split else 1 / ranks)
 
     def parts(tensors: Any) -> dict[str, Part]:

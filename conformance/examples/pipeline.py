@@ -69,7 +69,7 @@ def run(case: Case) -> Result:
             dist.all_reduce(shared.grad, group=ends)
         return float(loss) if rank == last else None
 
-    def clip(own: list[nn.Parameter], limit: float) -> float:
+    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
         return sum_norms(own, limit, lambda p: float(p is not shared or rank == 0))
 
     return train(case, parameters, backward, clip)

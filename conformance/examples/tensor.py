@@ -76,7 +76,7 @@ def run(case: Case) -> Result:
     def backward(batch: Batch, total: Tensor) -> float:
         return float(accumulate(case, batch, total, lambda piece: logits_of(model, piece)))  # the same on all ranks
 
-    def clip(own: list[nn.Parameter], limit: float) -> float:
+    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
         ranks, shards = dist.get_world_size(), {parameters[name] for name in places}
         return sum_norms(own, limit, lambda p: 1.0 if p in shards else 1 / ranks)  # replicas count once
 
