@@ -259,11 +259,9 @@ class Trace:
         """Yield the tensor itself, and the sum over its peers: the ranks' tensors, their sum, and its columns."""
         peers = self.peers(each) if each.call >= 0 else [each]
         for terms in ([each], peers)[: len(peers)]:
-            x, columns = torch.stack([term.x for term in terms]).sum(0), (each.value or each).columns
-            if columns is None and each.value is None:
-                columns = find(x, each.right[each.rows])
-            elif columns is None and x.size(1) == each.right.size(1):
-                columns = torch.arange(x.size(1))
+            x = torch.stack([term.x for term in terms]).sum(0)
+            is_unknown = each.value is None and each.columns is None
+            columns = find(x, each.right[each.rows]) if is_unknown else each.known_columns
             if columns is not None:
                 yield terms, x, columns
 

@@ -73,6 +73,13 @@ class Local:
     is_right: bool | None = None
     ranks: tuple[int, ...] = ()
 
+    @property
+    def known_columns(self) -> Tensor | None:
+        """Its columns, or those of the activation, or all if it has as many."""
+        columns = (self.value or self).columns
+        has_all = columns is None and self.x.size(1) == self.right.size(1)
+        return torch.arange(self.x.size(1)) if has_all else columns
+
 
 def as_matrix(x: Tensor) -> Tensor:
     return x[None] if x.ndim == 1 else x.flatten(1)

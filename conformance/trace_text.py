@@ -72,11 +72,7 @@ class Sentences:
             return " is no part of the right one"
         if columns is not None and not columns.equal(needed := self.trace.columns_for_weight(each, columns)):
             return f" has columns {spans(columns.tolist())}, but its weight needs {spans(needed.tolist())}"
-        if columns is None and each.value is not None:
-            columns = each.value.columns
-        if columns is None and x.size(1) == each.right.size(1):
-            columns = torch.arange(x.size(1))
-        if columns is None:
+        if (columns := each.known_columns) is None:
             return ": some of its columns are none of the right ones"
         whole = each.right * self.trace.factors.get((*each.key[:2], each.rank), 1.0)
         want = whole[each.rows][:, columns]
