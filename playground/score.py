@@ -5,9 +5,8 @@ import json
 from typing import Any
 
 from docs.programs.scoreboard import entries
-from picotron.console import UserError
 from playground.requests import Request, structure
-from workbench.drawing.score import MAX_CHUNKS, Setting, bound, peak, published, ranking, settings
+from workbench.drawing.score import Setting, bound, peak, published, ranking, settings
 from workbench.schedules.actions import Schedule
 
 OWN = "yours"
@@ -25,11 +24,7 @@ def score(argument: str) -> dict[str, Any]:
     values = json.loads(argument)
     number = values.pop("setting")
     schedule = structure(Request(**values)).schedule
-    possible = settings(schedule.pp, schedule.micro_batches)
-    if schedule.chunks > MAX_CHUNKS:
-        raise UserError(
-            f"the schedule has {schedule.chunks} stages per pp rank; the settings allow at most {MAX_CHUNKS}"
-        )
+    possible = settings(schedule.pp, schedule.micro_batches, schedule.chunks)
     setting = possible[number]
     result = {"count": len(possible), "memory": setting.memory, "limit": setting.limit, "message": setting.message}
     result |= {"times": setting.times, "bound": bound(setting), "peak": peak(schedule)}

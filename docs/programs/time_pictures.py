@@ -17,10 +17,9 @@ from picotron.config import Model
 from picotron.data_parallel.data_parallel import Bucket, make_buckets
 from picotron.model.families import part_parameters
 from workbench.drawing.draw_svg import COLOURS, LINE, WIDTH, Svg, lighter
-from workbench.drawing.score import MEMORY, SHAPES, Setting, lower_bound, peak, published
+from workbench.drawing.score import MEMORY, Setting, bound, peak, published
 from workbench.explain.fake_group import fake_rank
 from workbench.run.model_config import load_model_config
-from workbench.schedules.actions import Schedule
 from workbench.schedules.nccl_step import simulate_nccl
 from workbench.schedules.schedule_csv import assemble
 from workbench.schedules.schedules import SCHEDULES, build
@@ -179,9 +178,8 @@ def trade_off(pp: int = 4, micro_batches: int = 8) -> str:
         if (schedule.pp, schedule.micro_batches) == (pp, micro_batches):
             step_time = simulate(schedule, setting.costs(schedule.chunks)).step_time
             names[peak(schedule), step_time].append(name)
-    longest, programs = max(time for _, time in names), [Schedule([[]] * pp, micro_batches, *shape) for shape in SHAPES]
-    limits = [quarter / 4 for quarter in range(4, 4 * micro_batches + 3)]
-    least = [min(lower_bound(each, limit, setting.costs(each.chunks)) for each in programs) for limit in limits]
+    longest, limits = max(time for _, time in names), [quarter / 4 for quarter in range(4, 4 * micro_batches + 3)]
+    least = [bound(setting, limit) for limit in limits]
 
     def draw(panel: Any) -> None:
         panel.step(limits, least, where="post", color=RUNS[0], linewidth=3)

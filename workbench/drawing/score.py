@@ -68,15 +68,17 @@ class Score(NamedTuple):
     peak: float
 
 
-def settings(pp: int, micro_batches: int) -> list[Setting]:
+def settings(pp: int, micro_batches: int, chunks: int = 1) -> list[Setting]:
     """Return all settings with these numbers.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or a rank has too many stages.
     """
     if micro_batches not in SIZES.get(pp, ()):
         sizes = "; ".join(f"pp={pp} with {', '.join(map(str, sizes))} micro-batches" for pp, sizes in SIZES.items())
         raise UserError(f"no setting has pp={pp} and micro_batches={micro_batches}; the settings are {sizes}")
+    if chunks > MAX_CHUNKS:
+        raise UserError(f"the schedule has {chunks} stages per pp rank; the settings allow at most {MAX_CHUNKS}")
     return [Setting(pp, micro_batches, *rest) for rest in itertools.product(MEMORY, MESSAGES, TIMES)]
 
 
@@ -108,10 +110,14 @@ def ranking(setting: Setting, schedules: Iterable[tuple[str, Schedule]]) -> list
     return sorted(ranked, key=lambda score: (score.place, score.peak))
 
 
-def bound(setting: Setting) -> float:
-    """Return a lower bound of the step time: no program of at most two stages per rank can be faster."""
+def bound(setting: Setting, limit: float | None = None) -> float:
+    """Return a lower bound of the step time: no program of at most two stages per rank can be faster.
+
+    Args:
+        limit: the most activations of a rank, by default that of the setting.
+    """
     empty = [Schedule([[]] * setting.pp, setting.micro_batches, *shape) for shape in SHAPES]
-    return min(lower_bound(each, setting.limit, setting.costs(each.chunks)) for each in empty)
+    return min(lower_bound(each, limit or setting.limit, setting.costs(each.chunks)) for each in empty)
 
 
 def score_tables(own: Mapping[str, Schedule]) -> Iterator[str]:
@@ -121,9 +127,7 @@ def score_tables(own: Mapping[str, Schedule]) -> Iterator[str]:
         UserError: the settings have other numbers, fewer stages or less memory.
     """
     first = next(iter(own.values()))
-    possible = settings(first.pp, first.micro_batches)
-    if first.chunks > MAX_CHUNKS:
-        raise UserError(f"the schedule has {first.chunks} stages per pp rank; the settings allow at most {MAX_CHUNKS}")
+    possible = settings(first.pp, first.micro_batches, first.chunks)
     admitting = [setting for setting in possible if setting.admits(first)]
     if not admitting:
         raise UserError(
