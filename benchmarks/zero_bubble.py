@@ -9,8 +9,8 @@ from workbench.schedules.simulate import Costs, Timeline, simulate
 
 
 class Case(NamedTuple):
-    """A model on p ranks, with m micro-batches: the profiled times of F, B (here I), W and a message in milliseconds, and
-    the paper's bubble rates.
+    """A model on p ranks, with m micro-batches: the profiled times of F, B (here I), W and a message in milliseconds,
+    and the paper's bubble rates.
 
     A layer's W needs 32 D of the 34 D + 5 H T numbers that its forward saves per token (T is 1,024).
     """
