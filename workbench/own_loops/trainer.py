@@ -48,6 +48,7 @@ from workbench.run.launch import (
     connect,
     exit_after_signal,
     exit_on_error,
+    is_launched,
     set_up_logging,
 )
 from workbench.run.metrics import Progress, check_finite, max_over_ranks
@@ -160,7 +161,7 @@ def set_up(
         dist.destroy_process_group()
     finally:
         CLAIM.close()
-        if trainer and not trainer.stop:  # the program may go on
+        if trainer and not (trainer.stop and is_launched()):  # the program may go on
             trainer.signals.close()
             trainer.model.unhook()  # whose hooks would keep it in memory
         if dist.is_initialized() and dist.get_world_size() == 1:  # after an error, as in a cell that runs again

@@ -95,6 +95,9 @@ def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -
             with pytest.raises(UserError, match="in a run already"), set_up(config, Data()):
                 pass
             raise EOFError
+    with pytest.raises(SystemExit), set_up(config, Data()) as trainer:
+        trainer.stop = signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     del trainer
     gc.collect()
     assert [model() for model in models] == [None, None]
