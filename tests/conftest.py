@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from workbench.explain.fake_group import fake_rank
 from workbench.prepare.tokens import train_bpe
 from workbench.sweep.jobs import Job
 
-STARTS_PROCESSES = {"pool", "home", "run", "checkpoint_at_step_5"}  # fixtures
+STARTS_PROCESSES = {"pool", "run", "checkpoint_at_step_5"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
 SPREAD = ("test_all_commands_print_the_output_on_the_page", "test_random_cases_equal_transformers")
 may_start_processes = True
@@ -104,10 +105,11 @@ def _no_grid_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pgm, "process_group_manager", None)
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Home folder of the programs that tests start, so that their caches begin empty."""
-    return tmp_path_factory.mktemp("home")
+@pytest.fixture(scope="session", autouse=True)
+def _empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let caches begin empty, also those of the programs that tests start."""
+    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
+        yield
 
 
 @pytest.fixture

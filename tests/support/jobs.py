@@ -1,12 +1,11 @@
 """Helpers of the tests of sweeps: start jobs, wait for them, find their processes and logs."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.program import run
 from workbench.sweep import slurm
 from workbench.sweep.jobs import Job
 
@@ -16,12 +15,10 @@ RESUMED = "training resumes from"
 """start of the line that a resumed run logs, before the checkpoint's folder"""
 
 
-def run_program(folder: Path, *options: str, environment: dict[str, str], code: int = 0) -> str:
+def submit(folder: Path, *options: str, code: int = 0, **variables: str) -> str:
     """Run `python submit_slurm_jobs.py` and check its exit code. Returns its output."""
-    command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(folder), *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    done = run("submit_slurm_jobs.py", "--inp_dir", folder, *options, code=code, **variables)
+    return done.stdout + done.stderr
 
 
 def wait_for(condition: Callable[[], Any], job: Job) -> None:

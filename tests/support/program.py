@@ -1,9 +1,8 @@
-"""Run train.py as a user does, and read its metrics."""
+"""Run programs as a user does, and read the metrics of train.py."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,27 @@ from tests.support.samples import read_jsonl
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node"]  # words of a command of Python
 
 
-def run(
-    home: Path, *arguments: str, command: Sequence[str] = ("train.py",), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `python train.py` or another command of Python in a session of its own, with environment variables."""
-    words = [sys.executable, *command, "--config", "template/base_config.json", *arguments]
-    environment = {"HOME": str(home), **variables}
-    return subprocess.run(
-        words, capture_output=True, text=True, env=os.environ | environment, timeout=240, check=False,
-        start_new_session=True,
+def run(*words: object, code: int = 0, given: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python in a session of its own, with environment variables and what its standard input gives.
+    Its exit code should be `code`.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], input=given, capture_output=True, text=True, env=os.environ | variables,
+        timeout=240, check=False, start_new_session=True,
     )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:
+    """Return the words of train.py for four steps of the quickstart's model."""
     keys = {
         "distributed.dp_size": dp, "distributed.tp_size": 1, "distributed.pp_size": 1, "model.dtype": "float64", "model.num_hidden_layers": 2, "training.total_train_steps": 4,
         "training.num_samples": 100,
         "training.seq_length": 64, "training.micro_batch_size": batch, "training.gradient_accumulation_steps": 2,
         "training.warmup_steps": 2, "training.eval_frequency": 2, "training.eval_steps": 1, "checkpoint.save_dir": save_dir, **more,
     }  # fmt: skip
-    return options(keys)
+    return ["--config", "template/base_config.json", *options(keys)]
 
 
 def options(keys: dict[str, Any]) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, MistralForCausalLM
 from picotron.console import UserError
 from tests.fuzz.tokenizer_kinds import make_tokenizer
 from tests.support.oracle import tiny_llama
-from tests.support.program import TORCHRUN
+from tests.support.program import TORCHRUN, run
 from tests.support.samples import read_jsonl
 from tests.workbench.generation.conftest import Complete, continued, save_generator
 from workbench.generation.program import load_model
@@ -128,13 +126,13 @@ def test_several_samples_are_consecutive_lines(even: Path, complete: Complete) -
 @pytest.mark.processes
 @pytest.mark.slow
 def test_several_processes_write_the_same_file(even: Path, tmp_path: Path, complete: Complete) -> None:
-    words = ["--temperature", "1", "--max_new_tokens", "200", "--batch_size", "5", "--num_return_sequences", "2"]
+    words: list[object] = ["--temperature", 1, "--max_new_tokens", 200, "--batch_size", 5, "--num_return_sequences", 2]
     expected, output = complete(even, TEXTS, *words), tmp_path / "several.jsonl"
-    words += ["--checkpoint", str(even), "--prompts", str(tmp_path / "prompts.txt"), "--output", str(output)]
-    words += ["--pp_size", "2", "--tp_size", "2"]
+    words += ["--checkpoint", even, "--prompts", tmp_path / "prompts.txt", "--output", output]
+    words += ["--pp_size", 2, "--tp_size", 2]
     for launcher in ([], [*TORCHRUN, "8"]):  # the latter with two data-parallel ranks
         output.unlink(missing_ok=True)
-        subprocess.run([sys.executable, *launcher, "generate.py", *words], timeout=120, check=True)
+        run(*launcher, "generate.py", *words)
         assert_same(read_jsonl(output), expected)
 
 

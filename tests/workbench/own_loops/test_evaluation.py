@@ -8,28 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from tests.support.oracle import tiny_llama
-from tests.support.program import options, run
+from tests.support.examples import load, save_model
+from tests.support.program import arguments, run
 from tests.support.samples import write_jsonl
 
 TEXT = "".join(f"line {i}: naïve text, ☃ {i * i}\n" for i in range(150))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(1)
-    vocabulary = AutoTokenizer.from_pretrained(tokenizer)
-    LlamaForCausalLM(tiny_llama(vocab_size=len(vocabulary))).double().save_pretrained(folder)
-    vocabulary.save_pretrained(folder)
-    return folder
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return save_model(tmp_path / "model")
 
 
-def expected(folder: Path, length: int) -> tuple[int, float, float]:
+def expected(folder: str, length: int) -> tuple[int, float, float]:
     """Return the number of tokens, the loss and the bits per byte of TEXT, in rows of `length` tokens."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     ids = torch.tensor([*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id])
     total = 0.0
     with torch.no_grad():
@@ -40,21 +35,18 @@ def expected(folder: Path, length: int) -> tuple[int, float, float]:
     return len(ids) - 1, total / (len(ids) - 1), total / size / math.log(2)
 
 
-def words_of(model: Path, layout: dict[str, int], **keys: Any) -> list[str]:
-    """Return options of train.py for a pretrained model in float64, in rows of 24 tokens."""
-    keys |= {f"distributed.{axis}": layout.get(axis, 1) for axis in ("dp_size", "pp_size", "cp_size", "tp_size")}
+def words_of(model: str, dp: int, batch: int, **keys: Any) -> list[str]:
+    """Return the words of train.py for a pretrained model, in rows of 24 tokens, one micro-batch in each step."""
     keys |= {"model.name": model, "model.tokenizer": "null", "model.num_hidden_layers": "null"}
-    keys |= {"model.pretrained": "true", "model.dtype": "float64", "training.seq_length": 24}
-    return options(keys)
+    keys |= {"model.pretrained": "true", "training.seq_length": 24, "training.gradient_accumulation_steps": 1}
+    return arguments(Path(model).parent / "run", dp, batch, **keys)
 
 
 @pytest.mark.processes
-def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path, tmp_path: Path) -> None:
+def test_the_loss_on_a_text_equals_that_of_transformers(model: str, tmp_path: Path) -> None:
     """No row is full of counted targets in the last global batch, which has three sequences of each rank."""
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}])
-    sizes = {"training.micro_batch_size": 3, "training.gradient_accumulation_steps": 1}
-    words = words_of(model, {"dp_size": 2, "cp_size": 2}, **sizes, **{"checkpoint.save_dir": tmp_path / "run"})
-    result = run(home, *words, "--evaluate", path)
+    result = run("train.py", *words_of(model, 2, 3, **{"distributed.cp_size": 2}), "--evaluate", path)
     targets, loss, bits = expected(model, 24)
     line = f"{path}: {targets:,} tokens | loss {loss:.4f} | {bits:.4f} bits per byte\n"
     assert result.stdout.count(line) == 1, result.stderr
@@ -62,15 +54,12 @@ def test_the_loss_on_a_text_equals_that_of_transformers(model: Path, home: Path,
 
 
 @pytest.mark.processes
-def test_a_run_shows_how_the_model_continues_a_prompt(model: Path, home: Path, tmp_path: Path) -> None:
+def test_a_run_shows_how_the_model_continues_a_prompt(model: str, tmp_path: Path) -> None:
     """Before the first step, as transformers does."""
     (path := tmp_path / "text.txt").write_text(TEXT)
-    training = {"total_train_steps": 1, "warmup_steps": 0, "eval_frequency": 1, "eval_steps": 1}
-    keys = {f"training.{key}": value for key, value in training.items()} | {"logging.sample_prompt": "line 3: na"}
-    words = words_of(model, {}, **keys, **{"dataset.name": path, "checkpoint.save_dir": tmp_path / "run"})
-    result = run(home, *words)
-    assert result.returncode == 0, result.stderr
-    tokenizer, oracle = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
+    keys = {"logging.sample_prompt": "line 3: na", "dataset.name": path}
+    result = run("train.py", *words_of(model, 1, 1, **keys))
+    tokenizer, oracle = AutoTokenizer.from_pretrained(model), load(model)
     ids = tokenizer("line 3: na", return_tensors="pt")
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     room = 24 + 1 - ids["input_ids"].size(1)  # the model reads every token but the last

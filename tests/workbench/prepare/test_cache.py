@@ -1,13 +1,13 @@
 """The cache: complete entries, one writer at a time, and nothing left of writers that failed or were killed."""
 
-import subprocess
-import sys
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.program import run
 from workbench.files import locked
 from workbench.prepare.cache import cached
 
@@ -55,7 +55,7 @@ def test_what_killed_writers_left_is_deleted(folder: Path) -> None:
         "def write(new):\n    (new / 'data').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "cached('kind', 'key', write)"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    run("-c", program, code=-signal.SIGKILL)
     assert len(list(folder.glob("*.unfinished/data"))) == 1
     cached("another", "key", Writer())
     assert list(folder.glob("*.unfinished")) == []

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from picotron.config import Config
 from picotron.console import UserError
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.program import run
 from tests.support.samples import write_jsonl
 from workbench.prepare.documents import python_stdlib
 from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, write_tokens
@@ -130,9 +131,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, folder: str) -> None
     rows.to_parquet(tmp_path / "a.parquet", row_group_size=2**20)
     (tmp_path / "b.jsonl").write_text((json.dumps({"text": line}) + "\n") * (2**22 // len(line)))
     names = [str(tmp_path / name) for name in ("short.txt", "a.txt", "b.jsonl", "a.parquet", "a.jsonl")]
-    result = subprocess.run(
-        [sys.executable, "-c", MEMORY, folder, *names], capture_output=True, text=True, check=True, timeout=240
-    )
+    result = run("-c", MEMORY, folder, *names)
     short, *others = map(float, result.stdout.split())
     assert max(others) - short < 100
     assert "Tokenising: 100%" in result.stderr

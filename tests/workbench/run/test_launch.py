@@ -3,8 +3,6 @@
 import contextlib
 import datetime
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +16,7 @@ from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from tests.support.messages import error_of
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.program import run
 from workbench.pipelines.engine import check_model
 from workbench.run import hub, launch
 from workbench.run.launch import (
@@ -107,7 +106,7 @@ def test_sigusr2_prints_the_stack_and_the_process_continues() -> None:
         "def here(): signal.raise_signal(signal.SIGUSR2)\n"
         "here(); print('continues')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = run("-c", program)
     assert done.stdout == "continues\n"
     assert 'File "<string>", line 2 in here' in done.stderr
 

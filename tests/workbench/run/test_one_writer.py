@@ -37,16 +37,13 @@ def _signals_act() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Function that starts train.py, with the given words of Python before it, and waits for its first step."""
     started = []
 
     def start(*command: str, dp: int = 1) -> subprocess.Popen[str]:
-        words = [sys.executable, *command, "train.py", "--config", "template/base_config.json"]
-        words += arguments(tmp_path / "run", dp, 1, **MANY_STEPS)
-        process = subprocess.Popen(
-            words, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        words = [sys.executable, *command, "train.py", *arguments(tmp_path / "run", dp, 1, **MANY_STEPS)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
         started.append(process)
         wait_until(lambda: process.poll() is not None or (tmp_path / "run" / "metrics.jsonl").exists())
         assert process.poll() is None
@@ -60,19 +57,17 @@ def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
 
 @pytest.mark.slow
 def test_a_second_run_in_a_folder_is_rejected_until_the_first_one_is_dead(
-    home: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     first = start()
     words = arguments(tmp_path / "run", 1, 1, **MANY_STEPS, **{"training.max_tokens": 64})
-    second = run(home, *words)
-    assert second.returncode == 1
+    second = run("train.py", *words, code=1)
     assert f"is being written by another run (process {first.pid} on {platform.node()}, started at 20" in second.stderr
     assert "wait until it ends, or choose another folder" in second.stderr
     assert not list(tmp_path.glob("run/earlier.*"))
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    third = run(home, *words)
-    assert third.returncode == 0, third.stderr
+    run("train.py", *words)
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1]
 
 
@@ -91,13 +86,11 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(home: Path, tmp_path: Path) -> None:
+def test_a_terminal_that_is_gone_does_not_end_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     """Writing to a terminal that was closed fails, before the signal that tells of it is looked at."""
     ours, theirs = os.openpty()
-    words = [sys.executable, "train.py", "--config", "template/base_config.json"]
-    words += arguments(tmp_path / "run", 1, 1, **MANY_STEPS)
-    environment = {**os.environ, "HOME": str(home)}
-    process = subprocess.Popen(words, env=environment, stdout=theirs, stderr=theirs, start_new_session=True)
+    words = [sys.executable, "train.py", *arguments(tmp_path / "run", 1, 1, **MANY_STEPS)]
+    process = subprocess.Popen(words, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     steps = tmp_path / "run" / "metrics.jsonl"
     while not steps.exists():

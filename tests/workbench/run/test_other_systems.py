@@ -1,8 +1,6 @@
 """Programs on a system without what only Linux has: forks of programs, /proc, and a list of usable cores."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,18 +37,14 @@ def without_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_run_is_the_same_without_forks(
-    home: Path, tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_is_the_same_without_forks(tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest) -> None:
     """Its ranks, and the processes that tokenise, are new ones. Its messages are there, too."""
     text = tmp_path / "a.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(2000)))
     keys = {"dataset.name": text, "dataset.num_proc": 2, "model.tokenizer": tokenizer, "training.eval_frequency": 0}
     losses, outputs = [], []
     for name in ("forks", "spawned"):
-        environment = {"XDG_CACHE_HOME": str(tmp_path / name)}
-        result = run(home, *arguments(tmp_path / name, 2, 1, **keys), **environment)
-        assert result.returncode == 0, result.stderr
+        result = run("train.py", *arguments(tmp_path / name, 2, 1, **keys), XDG_CACHE_HOME=str(tmp_path / name))
         losses.append([(record["loss"], record["grad_norm"]) for record in metrics(tmp_path / name)])
         outputs.append(len(result.stdout.splitlines()))
         request.getfixturevalue("without_linux")
@@ -78,7 +72,5 @@ def test_programs_run_without_forks(command: str, line: str, tmp_path: Path) -> 
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     LlamaForCausalLM(tiny_llama(vocab_size=260)).save_pretrained(tmp_path)
-    words = [sys.executable, *command.replace("FOLDER", str(tmp_path)).split()]
-    result = subprocess.run(words, input="hello\n", capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+    result = run(*command.replace("FOLDER", str(tmp_path)).split(), given="hello\n")
     assert re.search(f"^{line}$", result.stdout, re.MULTILINE), result.stdout

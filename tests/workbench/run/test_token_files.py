@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +20,7 @@ from picotron.console import UserError
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.messages import error_of
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.program import arguments, metrics
+from tests.support.program import arguments, metrics, run
 from tests.support.samples import PROMPTS, write_jsonl, write_tokenizer
 from workbench.prepare.__main__ import main
 from workbench.prepare.tokens import write_tokens
@@ -49,24 +47,22 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
     files imports no code that makes them.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
 
     def words(save_dir: str, load_path: str = "", **data: Any) -> list[str]:
         path = str(tmp_path / load_path) if load_path else ""
         more = {"checkpoint.save_frequency": 2, "checkpoint.load_path": path, **data}
-        return ["--config", "template/base_config.json", *arguments(tmp_path / save_dir, 1, 1, **more)]
+        return arguments(tmp_path / save_dir, 1, 1, **more)
 
-    text = {"dataset.name": name, "model.tokenizer": tokenizer}
+    text = {"dataset.name": data, "model.tokenizer": tokenizer}
     files = {"dataset.name": str(tmp_path / "copy"), "model.tokenizer": "null", "training.num_samples": "null"}
     monkeypatch.setattr("sys.argv", ["tokens", *words("unused", **text)])
     main()
     prepared = Path(capsys.readouterr().out.splitlines()[-1])
     shutil.copytree(prepared, tmp_path / "copy")
     runs = [words("files", **files), words("text", **text), words("resumed", "text/step_00000002", **files)]
-    command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+    result = run("-c", PROGRAM, json.dumps(runs))
     modules = result.stdout.splitlines()[-1].split()
     rooms = {module.split(".")[1] for module in modules if module.startswith("workbench.")}
     assert rooms == {"console", "files", "run"}
@@ -74,14 +70,14 @@ def test_a_run_on_token_files_equals_the_run_on_their_text(
 
     fields = ("step", "loss", "grad_norm", "tokens", "eval_loss", "bits_per_byte")
     records = {
-        run: [[line.get(field) for field in fields] for line in metrics(tmp_path / run)]
-        for run in ("text", "files", "resumed")
+        name: [[line.get(field) for field in fields] for line in metrics(tmp_path / name)]
+        for name in ("text", "files", "resumed")
     }
     assert [len(records["text"]), records["text"][-1][-1] is not None] == [4, True]
     assert records["files"] == records["text"]
     assert records["resumed"] == records["text"][2:]
     for file in ("model.safetensors", "exp_avg.safetensors", "tokenizer.json"):
-        assert len({(tmp_path / run / "step_00000004" / file).read_bytes() for run in records}) == 1
+        assert len({(tmp_path / name / "step_00000004" / file).read_bytes() for name in records}) == 1
 
 
 @pytest.fixture

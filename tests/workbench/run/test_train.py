@@ -1,6 +1,7 @@
 """The whole program, started as a user does."""
 
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.slow
-def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_on_more_data_keeps_its_bpe(tmp_path: Path) -> None:
     """Another BPE would give the token ids other meanings than those that the weights have learned."""
     folder, save_dir = tmp_path / "data", tmp_path / "run"
     folder.mkdir()
@@ -18,8 +21,7 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
     keys = {"dataset.name": folder, "training.eval_frequency": 0, "training.warmup_steps": 1}
     keys |= {"checkpoint.save_frequency": 2, "checkpoint.load_path": "latest"}
     for steps in (2, 4):
-        result = run(home, *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
-        assert result.returncode == 0, result.stderr
+        result = run("train.py", *arguments(save_dir, 1, 2, **keys | {"training.total_train_steps": steps}))
         (folder / "b.txt").write_text("Peter Piper picked a peck of pickled peppers.\n" * 400)
     assert "was trained on different data" in result.stdout + result.stderr
     assert [line["step"] for line in metrics(save_dir)] == [1, 2, 3, 4]
@@ -27,21 +29,19 @@ def test_a_run_that_resumes_on_more_data_keeps_its_bpe(home: Path, tmp_path: Pat
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_the_sentence_of_the_rank_that_fails_is_the_last_line(home: Path, tmp_path: Path) -> None:
+def test_the_sentence_of_the_rank_that_fails_is_the_last_line(tmp_path: Path) -> None:
     """The others wait for it in a collective."""
     failing = changed_program(tmp_path, "raise UserError('rank 1 does not like batch 4')", 4)
-    result = run(home, *arguments(tmp_path / "run", 2, 1), command=[failing])
-    assert result.returncode == 1
+    result = run(failing, *arguments(tmp_path / "run", 2, 1), code=1)
     assert result.stderr.endswith("\n[rank 1] error: rank 1 does not like batch 4\n\n")
 
 
 @pytest.mark.parametrize(("name", "hint"), [("SIGKILL", "if memory runs out"), ("SIGABRT", "which NCCL does if")])
-def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path, name: str, hint: str) -> None:
+def test_killed_stage_ends_the_run_within_30_seconds(tmp_path: Path, name: str, hint: str) -> None:
     """The stage is killed in the middle of a step, while the other stage waits for a message from it."""
     broken = changed_program(tmp_path, f"os.kill(os.getpid(), signal.{name})", 4)
     words = arguments(tmp_path / "run", 1, 2, **{"distributed.pp_size": 2, "training.eval_frequency": 0})
-    result = run(home, *words, command=[broken])
-    assert result.returncode != 0
+    result = run(broken, *words, code=128 + signal.Signals[name])
     assert time.time() - (tmp_path / "marker").stat().st_mtime < 30
     assert re.search(rf"\[rank 1\] error: the process was ended by {name}, .*{hint}", result.stderr)
     assert len(metrics(tmp_path / "run")) == 1
@@ -49,7 +49,7 @@ def test_killed_stage_ends_the_run_within_30_seconds(home: Path, tmp_path: Path,
 
 @pytest.mark.linux
 @pytest.mark.slow
-def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> None:
+def test_gloo_listens_on_the_loopback_interface(tmp_path: Path) -> None:
     """The addresses of the listening sockets of two ranks, as the first rank sees them after the first step."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -66,8 +66,7 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
         "train.exit_on_error(train.main)\n"
     )
     words = arguments(tmp_path / "run", 2, 1, **{"training.max_tokens": 64})
-    result = run(home, *words, command=[*TORCHRUN, "2", str(program)])
-    assert result.returncode == 0, result.stderr
+    result = run(*TORCHRUN, "2", program, *words)
     assert set(re.findall("listening on ([0-9A-F]{8})", result.stdout)) == {"0100007F"}  # 127.0.0.1
 
 
@@ -80,7 +79,7 @@ def test_gloo_listens_on_the_loopback_interface(home: Path, tmp_path: Path) -> N
         pytest.param(["train.py"], id="train"),
     ],
 )
-def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command: list[str]) -> None:
+def test_gloo_has_no_thread_when_python_ends(tmp_path: Path, command: list[str]) -> None:
     """A thread that still frees a tensor then would abort the process, which happens on a busy machine."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -92,15 +91,15 @@ def test_gloo_has_no_thread_when_python_ends(home: Path, tmp_path: Path, command
     )
     words = [] if command[0] == "-m" else arguments(tmp_path / "run", 1, 1, **{"training.max_tokens": 64})
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    result = run(home, *words, command=[str(program)], **rank)
+    result = run(program, *words, **rank)
     assert result.stdout.endswith("threads:\n"), result.stdout + result.stderr
 
 
 @pytest.mark.slow
-def test_wandb_has_the_steps_before_an_error(home: Path, tmp_path: Path) -> None:
+def test_wandb_has_the_steps_before_an_error(tmp_path: Path) -> None:
     failing = changed_program(tmp_path, "raise UserError('no')")
     words = arguments(tmp_path / "run", 1, 1, **{"logging.use_wandb": "true"})
-    result = run(home, *words, command=[failing], WANDB_MODE="offline")
+    result = run(failing, *words, code=1, WANDB_MODE="offline")
     assert result.stderr.endswith("error: no\n\n"), result.stderr
     (log,) = (tmp_path / "run").rglob("*.wandb")
     assert b"grad_norm" in log.read_bytes()

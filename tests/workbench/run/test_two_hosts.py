@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program import arguments, metrics
-from tests.support.program import run as run_program
+from tests.support.program import TORCHRUN, arguments, metrics, run
 
 NAMES = ("picotron-h0", "picotron-h1")
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
@@ -49,19 +48,19 @@ def hosts() -> Iterator[list[list[str]]]:
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
-def run_on(hosts: list[list[str]], home: Path, folder: Path) -> list[tuple[int, str]]:
+def run_on(hosts: list[list[str]], folder: Path) -> list[tuple[int, str]]:
     """Train on both hosts, each with a cache of its own. torchrun gets the arguments of template/base_job.slurm.
 
     Returns:
         The exit code and the output of each host.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]
-    command = [*torchrun, "train.py", "--config", "template/base_config.json", *arguments(folder / "two", 1, 4, **TP)]
+    torchrun = [sys.executable, *TORCHRUN, "1", "--nnodes", "2", "--rdzv_backend", "c10d"]
+    torchrun += ["--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]
+    command = [*torchrun, "train.py", *arguments(folder / "two", 1, 4, **TP)]
     processes = [
         subprocess.Popen(
             [*host, *command],
-            env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(folder / f"cache{i}")},
+            env=os.environ | {"XDG_CACHE_HOME": str(folder / f"cache{i}")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
@@ -76,10 +75,10 @@ def run_on(hosts: list[list[str]], home: Path, folder: Path) -> list[tuple[int, 
 
 
 @pytest.mark.slow
-def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], home: Path, tmp_path: Path) -> None:
-    one = run_program(home, *arguments(tmp_path / "one", 1, 4, **TP))
-    assert one.returncode == 0, one.stderr
-    results = run_on(hosts, home, tmp_path)
+@pytest.mark.processes
+def test_two_hosts_write_the_metrics_of_one_host(hosts: list[list[str]], tmp_path: Path) -> None:
+    run("train.py", *arguments(tmp_path / "one", 1, 4, **TP))
+    results = run_on(hosts, tmp_path)
     assert [code for code, _ in results] == [0, 0], "\n".join(output for _, output in results)
     fields = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     two, one_host = (

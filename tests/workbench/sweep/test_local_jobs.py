@@ -1,17 +1,15 @@
 """Sweeps on this machine, without Slurm, with a model that trains within seconds."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from submit_slurm_jobs import read_config
-from tests.support.jobs import RESUMED, log_of, processes_of, run_program, wait_for
+from tests.support.jobs import RESUMED, log_of, processes_of, submit, wait_for
 from tests.support.program import metrics
 from workbench.run.run_folder import checkpoint_folders
 from workbench.sweep import local_jobs
@@ -34,37 +32,36 @@ def test_the_log_of_a_job_says_how_it_ended(
 
 @pytest.mark.slow
 def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_own_checkpoint(
-    make_job: Callable[..., Job], home: Path
+    make_job: Callable[..., Job],
 ) -> None:
-    environment, frequent = {**os.environ, "HOME": str(home)}, {"checkpoint__save_frequency": 3}
+    frequent = {"checkpoint__save_frequency": 3}
     base = make_job("base", training__total_train_steps=3, **frequent)
-    run_program(base.folder, "--local", environment=environment)
+    submit(base.folder, "--local")
     start = base.run_folder / "step_00000003"
     tuned = make_job("tuned", training__total_train_steps=6, checkpoint__load_path=str(start), **frequent)
-    run_program(tuned.folder, "--local", environment=environment)
+    submit(tuned.folder, "--local")
     assert f"{RESUMED} {start}\n" in log_of(tuned)
     assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6]
 
     make_job("tuned", training__total_train_steps=9, checkpoint__load_path=str(start), **frequent)
-    run_program(tuned.folder, "--local", "--only", "completed", environment=environment)
+    submit(tuned.folder, "--local", "--only", "completed")
     assert f"{RESUMED} {tuned.run_folder}/step_00000006\n" in log_of(tuned)
     assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.slow
-def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[..., Job], home: Path) -> None:
+def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[..., Job]) -> None:
     """Both end with a checkpoint."""
-    environment = {**os.environ, "HOME": str(home)}
     slow = {"training__total_train_steps": 1_000_000}
     over_time, interrupted = make_job("1_over_time", **slow), make_job("2_interrupted", **slow)
     later, sweep = make_job("3_later"), over_time.folder.parent
 
     command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(sweep), "--local", "--timeout", "60"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
         # Neither of these commands stops the running job.
-        run_program(sweep, "--local", "--only", "running", environment=environment)
-        assert re.search("running +1\n", run_program(sweep, "--check_status", environment=environment))
+        submit(sweep, "--local", "--only", "running")
+        assert re.search("running +1\n", submit(sweep, "--check_status"))
         process.send_signal(signal.SIGINT)
         output = process.communicate()[0]
     assert process.returncode == 130
@@ -74,7 +71,7 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
     for job in (over_time, interrupted):
         reached = max(checkpoint_folders(job.run_folder))
         make_job(job.name, **slow, training__max_tokens=(reached + 3) * 64)
-    run_program(sweep, "--local", "--only", "timeout", "cancelled", environment=environment)
+    submit(sweep, "--local", "--only", "timeout", "cancelled")
     for job in (over_time, interrupted):
         assert job.status == "completed"
         assert RESUMED in log_of(job)

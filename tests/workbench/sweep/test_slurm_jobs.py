@@ -13,7 +13,7 @@ import pytest
 
 from picotron.console import UserError
 from submit_slurm_jobs import main, read_config
-from tests.support.jobs import SHELL_SYNTAX, run_program
+from tests.support.jobs import SHELL_SYNTAX, submit
 from workbench.run.config_reader import parse_config
 from workbench.run.with_keys import with_keys
 from workbench.sweep import slurm
@@ -143,9 +143,8 @@ def test_jobs_are_submitted_in_chains_and_cancelled(
 @pytest.mark.processes
 def test_invalid_configs_are_all_reported_and_nothing_is_submitted(make_job: Callable[..., Job]) -> None:
     jobs = [make_job("good"), make_job("no_sequence", training__seq_length=0), make_job("x", training__lr=1)]
-    output = run_program(jobs[0].folder.parent, environment=dict(os.environ), code=1)
+    output = submit(jobs[0].folder.parent, code=1)
     assert f"  - {jobs[1].config_file}: training.seq_length=0" in output
     assert f"  - {jobs[2].config_file}: unknown key training.lr" in output
-    environment = {**os.environ, "PATH": "/nowhere"}
-    assert "sbatch is not installed" in run_program(jobs[0].folder, environment=environment, code=1)
+    assert "sbatch is not installed" in submit(jobs[0].folder, code=1, PATH="/nowhere")
     assert [job.status for job in jobs] == ["init"] * 3

@@ -122,12 +122,12 @@ def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
-def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_signal_ends_a_run_after_its_step(tmp_path: Path) -> None:
     """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
     stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
     words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
-    result = run(home, *words, command=[stopped])
-    assert result.returncode == 128 + signal.SIGINT
+    result = run(stopped, *words, code=128 + signal.SIGINT)
     assert "Traceback" not in result.stderr
     assert "error" not in result.stderr
     assert f"checkpoint {tmp_path}/run/step_00000003: " in result.stdout
@@ -138,11 +138,11 @@ def test_a_signal_ends_a_run_after_its_step(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(home: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_ends_the_run(tmp_path: Path) -> None:
     stopped = changed_program(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
     keys = {"distributed.pp_size": 2, "training.total_train_steps": 1000}
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    result = run(home, *arguments(tmp_path / "run", 1, 4, **keys), command=[*TORCHRUN, "2", stopped], **variables)
-    assert result.returncode == 1
+    words = [*TORCHRUN, "2", stopped, *arguments(tmp_path / "run", 1, 4, **keys)]
+    result = run(*words, code=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert "stopped by SIGTERM, without an error" in result.stdout
     assert list(checkpoint_folders(tmp_path / "run")) == [len(metrics(tmp_path / "run"))]
