@@ -17,10 +17,10 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
 from tests.support import checkpoints, warm_python
-from tests.support.oracle import tiny_llama
+from tests.support.examples import save_model
+from tests.support.oracle import config_data
 from tests.support.samples import write_tokenizer
 from workbench.explain.fake_group import fake_rank
-from workbench.prepare.tokens import train_bpe
 from workbench.sweep.jobs import Job
 
 STARTS_PROCESSES = {"pool", "run", "checkpoint_at_step_5"}  # fixtures
@@ -121,9 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
-    return folder
+    return Path(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="session")
@@ -147,35 +145,18 @@ def checkpoint_at_step_5(run: checkpoints.Run, tmp_path_factory: pytest.TempPath
     return checkpoint
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the config and the tokenizer of a model."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=260).save_pretrained(folder)
-    train_bpe(iter(["def f(x): return x"]), 260).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def make_job(model_folder: Path, tmp_path: Path) -> Callable[..., Job]:
+def make_job(tmp_path: Path) -> Callable[..., Job]:
     """Function that makes a job of one process and 20 steps; `training__seed=1` sets training.seed."""
-    text = tmp_path / "text.txt"
+    model, text = save_model(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(999)))
 
     def make(name: str, **changes: Any) -> Job:
-        config: dict[str, dict[str, Any]] = {
-            "distributed": {"use_cpu": True},
-            "model": {"name": str(model_folder), "dtype": "float64"},
-            "training": {"total_train_steps": 20, "seq_length": 16, "micro_batch_size": 4},
-            "dataset": {"name": str(text)},
-            "logging": {"log_frequency": 1000},
-        }
-        for key, value in changes.items():
-            section, _, option = key.partition("__")
-            config.setdefault(section, {})[option] = value
+        keys = {"model__name": model, "dataset__name": str(text), "logging__log_frequency": 1000}
+        keys |= {"training__total_train_steps": 20, "training__micro_batch_size": 4}
         job = Job(tmp_path / "a sweep" / name, name)
         job.folder.mkdir(parents=True, exist_ok=True)
-        job.config_file.write_text(json.dumps(config))
+        job.config_file.write_text(json.dumps(config_data(**keys | changes)))
         return job
 
     return make

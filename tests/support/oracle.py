@@ -29,9 +29,9 @@ __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")
 
 
-def make_config(**changes: Any) -> Config:
-    """Return a float64 CPU config with the given changes: `training__seq_length=16` sets training.seq_length, and keys
-    without a section are those of `distributed`.
+def config_data(**changes: Any) -> dict[str, dict[str, Any]]:
+    """Return the JSON of a float64 CPU config with the given changes: `training__seq_length=16` sets
+    training.seq_length, and keys without a section are those of `distributed`.
     """
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},
@@ -42,7 +42,11 @@ def make_config(**changes: Any) -> Config:
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
         data.setdefault(section or "distributed", {})[name] = value
-    return parse_config(data)
+    return data
+
+
+def make_config(**changes: Any) -> Config:
+    return parse_config(config_data(**changes))
 
 
 def drawn_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.fuzz.chat_templates import CHATML
 from tests.fuzz.tokenizer_kinds import make_tokenizer
-from tests.support.oracle import tiny_llama
-from tests.support.samples import read_jsonl, write_jsonl
+from tests.support.examples import load, save_model
+from tests.support.samples import read_jsonl, with_template, write_jsonl
 from workbench.generation import program
 
 Complete = Callable[..., list[dict[str, Any]]]
@@ -26,14 +25,9 @@ def save_tokenizer(folder: Path, kind: str = "byte-level") -> PreTrainedTokenize
 
 
 def save_generator(folder: Path, spread: float) -> Path:
-    """Save a tokenizer with a chat template, and a float64 model whose weights have this standard deviation."""
-    tokenizer = save_tokenizer(folder)
-    torch.manual_seed(0)
-    config = tiny_llama(
-        vocab_size=len(tokenizer), initializer_range=spread, max_position_embeddings=400, eos_token_id=0
-    )
-    LlamaForCausalLM(config).double().save_pretrained(folder)
-    return folder
+    """Save a tokenizer with a chat template, and a model whose matrices have this standard deviation."""
+    keys = {"initializer_range": spread, "max_position_embeddings": 400, "eos_token_id": 0}
+    return Path(with_template(save_model(folder, **keys), CHATML))
 
 
 @pytest.fixture
@@ -70,7 +64,7 @@ def complete(generate: Callable[..., None], tmp_path: Path) -> Complete:
 
 def continued(folder: Path, text: str, tokens: int = 20) -> list[int]:
     """Return the tokens with which transformers continues a text."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder, dtype="float64")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     output = model.generate(**ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     return output[0, ids["input_ids"].size(1) :].tolist()

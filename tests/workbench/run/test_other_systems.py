@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
 
-from tests.support.oracle import tiny_llama
+from tests.support.examples import save_model
 from tests.support.program import arguments, metrics, run
-from workbench.prepare.tokens import train_bpe
+from tests.support.samples import with_template
 
 # Python imports this file in each process that starts, also in those that programs start.
 WITHOUT_LINUX = """
@@ -68,9 +67,6 @@ def test_a_run_is_the_same_without_forks(tmp_path: Path, tokenizer: Path, reques
 )
 def test_programs_run_without_forks(command: str, line: str, tmp_path: Path) -> None:
     (tmp_path / "ring.py").write_text("from puzzles.solutions.p02_ring import ring_all_reduce as p02_ring")
-    tokenizer = train_bpe(iter(["def f(x): return x"]), 260)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    LlamaForCausalLM(tiny_llama(vocab_size=260)).save_pretrained(tmp_path)
+    with_template(save_model(tmp_path), "{% for message in messages %}{{ message.content }}{% endfor %}")
     result = run(*command.replace("FOLDER", str(tmp_path)).split(), given="hello\n")
     assert re.search(f"^{line}$", result.stdout, re.MULTILINE), result.stdout
