@@ -15,16 +15,15 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from conformance.worker_pool import WorkerPool
 from examples.brackets.rewards import correct
-from examples.grpo import TOY, Prompt, Task, clipped_ratio, data_of, learn, read_config, read_task, rows_of
+from examples.grpo import TOY, Prompt, Task, data_of, learn, read_config, read_task
 from picotron.console import UserError
 from tests.fuzz.chat_templates import CHATML, TOOLS
 from tests.support.examples import load, make_trainer, results, save_model, save_weights
-from tests.support.oracle import assert_close, our_model
+from tests.support.oracle import assert_close
 from tests.support.program import options
 from tests.support.samples import messages, read_jsonl, with_template, write_jsonl
 from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion
-from workbench.run.model_config import load_model_config
 
 LENGTH = 8
 
@@ -67,24 +66,26 @@ def test_the_first_ratio_is_one(pool: WorkerPool, tmp_path: Path) -> None:
     assert "evaluation" not in records[0]
 
 
-def test_divergence_and_completions_are_those_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
-    """A run on a named model starts from its weights, which are also the reference."""
+def test_the_second_update_with_the_same_samples_is_that_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+    """A run on a named model starts from its weights, which are also the reference. In the second update, the model has
+    the weights of a run that ends after one.
+    """
     shutil.copytree(TOY, start := tmp_path / "model")
     save_weights(start, LlamaConfig.from_pretrained(TOY))
     keys = {"model__name": start, "model__dtype": "float64", "dataset__name": start / "prompts.jsonl"}
-    keys |= {"training__learning_rate": 1e-2, "training__seq_length": LENGTH, "checkpoint__save_frequency": 1}
-    keys |= {"distributed__dp_size": 1, "distributed__pp_size": 2}
-    words = [*words_of(tmp_path / "run", 2, **keys), "--beta", "0.5", "--updates", "1"]
-    records = pool.run(run, 2, [*words, "--reward", f"{TOY}/rewards.py:correct"])[0]
-    model, reference = load(tmp_path / "run/step_00000001"), load(start)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    lines = read_jsonl(tmp_path / "run/completions.jsonl")
-    assert [line["step"] for line in lines] == [1] * 32 + [2] * 32
+    keys |= {"training__learning_rate": 1e-2, "training__seq_length": LENGTH, "distributed__pp_size": 2}
+    keys |= {"distributed__dp_size": 1}  # the learning rate is constant
+    for updates in (1, 2):
+        words = [*words_of(tmp_path / str(updates), updates, **keys), "--beta", "0.5", "--updates", str(updates)]
+        (record,) = pool.run(run, 2, [*words, "--reward", f"{TOY}/rewards.py:correct"])[0]
+    model, reference = load(tmp_path / "1" / "step_00000001"), load(start)
+    tokenizer, lines = AutoTokenizer.from_pretrained(start), read_jsonl(tmp_path / "2" / "completions.jsonl")
+    assert [line["step"] for line in lines] == [2] * 32
     assert all(line["reward"] == correct(line["prompt"], line["completion"]) for line in lines)
-    rewards = torch.tensor([line["reward"] for line in lines[32:]], dtype=torch.float64).view(2, 16)
+    rewards = torch.tensor([line["reward"] for line in lines], dtype=torch.float64).view(2, 16)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-    divergence = loss = count = 0.0
-    for line, advantage in zip(lines[32:], advantages.tolist(), strict=True):
+    terms = []  # of each token: loss, divergence and change of the probability
+    for line, advantage in zip(lines, advantages, strict=True):
         first = len(tokenizer(line["prompt"])["input_ids"])
         text = line["prompt"] + line["completion"] + (tokenizer.eos_token if line["ended"] else "")
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -92,39 +93,15 @@ def test_divergence_and_completions_are_those_of_transformers(pool: WorkerPool, 
             each(ids).logits.log_softmax(-1)[0, range(first - 1, ids.shape[1] - 1), ids[0, first:]]
             for each in (model, reference)
         )
-        divergence += ((old - new).exp() - 1 - (old - new)).sum().item()
-        loss -= advantage * len(new)  # the ratio is 1
-        count += len(new)
-    assert records[0]["kl 0"] < 1e-12
-    assert records[1]["kl 0"] > 1e-3
-    assert_close(records[1]["kl 0"], divergence / count, 1e-7)
-    assert_close(records[1]["loss"], (loss + 0.5 * divergence) / count, 1e-7)
-
-
-def test_loss_is_that_of_each_sample_alone() -> None:
-    """Padding and the prompt do not count, and ratios beyond the clip have no gradient."""
-    config, _ = read_config(["--toy"])
-    model, generator = our_model(load_model_config(config.model)), torch.Generator().manual_seed(1)
-    prompts, tokens = [[1], [2, 3, 1]], [[4, 0], [4, 6, 5, 0]]
-    old = [torch.randn(len(each), generator=generator).sub(1.9).tolist() for each in tokens]
-    advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
-    completions = [Completion(*pair) for pair in zip(tokens, old, strict=True)]
-    batch = rows_of([Prompt("", {}, prompt) for prompt in prompts], completions, advantages, LENGTH)
-    positions = torch.arange(LENGTH).expand(2, -1)
-    loss, count, statistics = model(
-        batch["input_ids"], positions, loss_fn=lambda head, x: clipped_ratio(head, x, batch)
-    )
-    expected, change = 0.0, 0.0
-    for prompt, completion, advantage in zip(prompts, completions, advantages.tolist(), strict=True):
-        ids = torch.tensor([prompt + completion.tokens])
-        log_probs = model(ids).log_softmax(-1)[0]
-        for i, (token, before) in enumerate(zip(*completion, strict=True)):
-            ratio = (log_probs[len(prompt) - 1 + i, token] - before).exp().item()
-            expected -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-            change += abs(ratio - 1)
-    assert count == 6
-    assert_close(loss.item(), expected, 1e-12)
-    assert_close(statistics["change"].item(), change, 1e-12)
+        ratio = (new - old).exp()
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        terms.append(torch.stack([loss, 1 / ratio - 1 - (old - new), (ratio - 1).abs()]))
+    loss, divergence, change = torch.cat(terms, 1).mean(1).tolist()
+    assert max(each[2].max() for each in terms) > 0.2  # some ratios are beyond the clip
+    assert max(record["kl 0"], record["change 0"]) < 1e-12
+    assert_close(record["kl 1"], divergence, 1e-7)
+    assert_close(record["change 1"], change, 1e-7)
+    assert_close(record["loss"], loss + 0.5 * divergence, 1e-7)
 
 
 def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_path: Path) -> None:
