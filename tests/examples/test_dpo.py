@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conformance.worker_pool import WorkerPool
-from examples.dpo import batch_of, learn, read_config, read_pairs
+from examples.dpo import learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
 from tests.fuzz.chat_templates import CHATML
 from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
 from tests.support.oracle import assert_close
-from tests.support.samples import messages, with_template, write_jsonl
+from tests.support.samples import marked, with_template, write_jsonl
 from workbench.own_loops.trainer import Data, fingerprint
 from workbench.prepare.tokens import tokenizer_folder
 
@@ -102,58 +102,55 @@ def test_records_and_weights_are_those_of_the_paper_with_transformers(
     assert_close(weights, expected_weights)
 
 
-def pairs_of(folder: Path, tmp_path: Path, records: list[Any], length: int) -> tuple[PreTrainedTokenizerBase, Any]:
-    """Read pairs with a tokenizer that has a chat template. Returns it, and them."""
+def pairs_of(folder: Path, tmp_path: Path, records: list[Any], length: int) -> list[list[str]]:
+    """Read pairs with a tokenizer that has a chat template. Returns the text of the chosen and the rejected answer with
+    the prompt; what counts is in [[ ]].
+    """
     shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path / "model"), CHATML))
     path = write_jsonl(tmp_path / "pairs.jsonl", records)
     config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=length)
-    return tokenizer, read_pairs(config, tokenizer)
-
-
-def test_conversations_count_the_turns_of_the_answer_only(folder: Path, tmp_path: Path) -> None:
-    prompt = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "user?")])
-    chosen = messages([("assistant", "is"), ("user", "What?"), ("assistant", "It")])
-    rejected = messages([("assistant", "What")])
-    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    tokenizer, pairs = pairs_of(folder, tmp_path, [record], 120)
-    batch = batch_of(pairs, 120)
-    before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    for row, answer in enumerate((chosen, rejected)):
-        text = tokenizer.apply_chat_template(prompt + answer, tokenize=False)
-        inputs, targets = batch["input_ids"][row], batch["target_ids"][row]
-        ids = tokenizer(text)["input_ids"]
-        assert inputs[: len(ids) - 1].tolist() == ids[:-1]
-        counted = text.removeprefix(before).replace("<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "")
-        assert tokenizer.decode(targets[targets != -100]) == counted
+    return [
+        [marked(tokenizer, [*ids, targets[-1]], [False, *(target >= 0 for target in targets)]) for ids, targets in pair]
+        for pair in read_pairs(config, tokenizer)
+    ]
 
 
 U, A = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})
-SHAPES: dict[str, list[dict[str, Any]]] = {
-    "messages": [
-        {"prompt": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
-        {"prompt": [U("What?")], "chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
-        {"messages": [U("What?")], "chosen": [A("is 2")], "rejected": [A("is it")]},
-        {"chosen": [U("What?"), A("is 2")], "rejected": [U("What?"), A("is it")]},
-        {"input": {"messages": [U("What?")]}, "preferred_output": [A("is 2")], "non_preferred_output": [A("is it")]},
-    ],
-    "texts": [
-        {"prompt": "What?", "chosen": " 2", "rejected": " it"},
-        {"chosen": "What? 2", "rejected": "What? it"},
-    ],
-}
+QUESTION, ASKED = [U("What?")], "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+ANSWERS = {"chosen": [A("is 2")], "rejected": [A("is it")]}
+WHOLE = {name: QUESTION + answer for name, answer in ANSWERS.items()}
+OPENAI = {"preferred_output": ANSWERS["chosen"], "non_preferred_output": ANSWERS["rejected"]}
+TURNS = {"prompt": [*QUESTION, A("It"), *QUESTION], "chosen": [A("is"), *WHOLE["chosen"]], "rejected": [A("is it")]}
+SHAPES = [  # records of the same pair, the text before its answers, and the answers
+    (
+        [
+            *({"prompt": QUESTION, **each} for each in (ANSWERS, WHOLE)),
+            *({"messages": QUESTION, **ANSWERS}, WHOLE, {"input": {"messages": QUESTION}, **OPENAI}),
+        ],
+        ASKED,
+        ["is 2<|im_end|>\n", "is it<|im_end|>\n"],
+    ),
+    (
+        [TURNS],
+        f"{ASKED}It<|im_end|>\n{ASKED}",
+        [f"is<|im_end|>\n]]{ASKED}[[is 2<|im_end|>\n", "is it<|im_end|>\n"],
+    ),
+    ([{"prompt": "What?", "chosen": " 2", "rejected": " it"}], "What?", [" 2<|endoftext|>", " it<|endoftext|>"]),
+    (
+        [{"chosen": "What? 2", "rejected": "What? it"}],
+        "<|endoftext|>What?",
+        [" 2<|endoftext|>", " it<|endoftext|>"],
+    ),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_all_shapes_of_trl_and_openai_are_the_same_pair(folder: Path, tmp_path: Path, shape: str) -> None:
-    tokenizer, pairs = pairs_of(folder, tmp_path, SHAPES[shape], 90)
-    assert len(pairs) == len(SHAPES[shape])
-    before, end = ("", "<|endoftext|>") if shape == "texts" else ("is", "<|im_end|>\n")
-    for rows in pairs:
-        assert shape == "texts" or rows == pairs[0]  # a text without a prompt begins with the end-of-sequence token
-        for (ids, targets), answer in zip(rows, (" 2", " it"), strict=True):
-            assert tokenizer.decode([token for token in targets if token >= 0]) == before + answer + end
-            assert tokenizer.decode(ids).count("What?") == 1
+@pytest.mark.parametrize(("records", "prompt", "answers"), SHAPES)
+def test_turns_of_the_answers_count_in_all_shapes_of_trl_and_openai(
+    folder: Path, tmp_path: Path, records: list[Any], prompt: str, answers: list[str]
+) -> None:
+    pairs = pairs_of(folder, tmp_path, records, 120)
+    assert pairs == [[f"{prompt}[[{answer}]]" for answer in answers]] * len(records)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Data sets for fine-tuning in tests: files, and the samples made of them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def split(data: Samples) -> list[tuple[list[int], list[int]]]:
         (data.tokens[end - n : end].tolist(), data.counted[end - n : end].tolist())
         for end, n in zip(ends, data.lengths, strict=True)
     ]
+
+
+def marked(tokenizer: Any, tokens: list[int], mask: list[int]) -> str:
+    """Return the text of a sample, with the tokens that the loss counts in [[ ]]."""
+    found = ""
+    for counts, group in itertools.groupby(zip(tokens, mask, strict=True), lambda each: each[1]):
+        text = tokenizer.decode([token for token, _ in group])
+        found += f"[[{text}]]" if counts else text
+    return found
 
 
 def messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:

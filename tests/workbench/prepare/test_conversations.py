@@ -14,7 +14,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from tests.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT, TEMPLATES
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.samples import CHAT, PROMPTS, config_of, encode, split, with_template, write_jsonl
+from tests.support.samples import CHAT, PROMPTS, config_of, encode, marked, split, with_template, write_jsonl
 from workbench.prepare.tokens import write_tokens
 
 USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -32,16 +32,8 @@ def data_of(folder: str, template: str, records: list[Any], **keys: Any) -> Conf
 
 def counted(config: Config) -> list[str]:
     """Return the text of each sample, with the tokens that the loss counts in [[ ]]."""
-    tokenizer, found = AutoTokenizer.from_pretrained(config.model.tokenizer), []
-    for tokens, mask in split(encode(config)):
-        text, inside = "", 0
-        for token, count in zip([*tokens, None], [*mask, 0], strict=True):
-            text += ("[[" if count > inside else "]]" if count < inside else "") + (
-                tokenizer.decode(token) if token is not None else ""
-            )
-            inside = count
-        found.append(text)
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer)
+    return [marked(tokenizer, *each) for each in split(encode(config))]
 
 
 def test_what_is_not_in_the_text_or_not_counted_is_named_once(folder: str, caplog: pytest.LogCaptureFixture) -> None:
