@@ -23,7 +23,7 @@ from tests.support.samples import write_tokenizer
 from workbench.explain.fake_group import fake_rank
 from workbench.sweep.jobs import Job
 
-STARTS_PROCESSES = {"pool", "run", "checkpoint_at_step_5"}  # fixtures
+STARTS_PROCESSES = {"pool", "run"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
 SPREAD = ("test_all_commands_print_the_output_on_the_page", "test_random_cases_equal_transformers")
 may_start_processes = True
@@ -128,21 +128,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(pool: WorkerPool, tokenizer: Path) -> checkpoints.Run:
     """Function that trains in the pool: `checkpoints.run` of a config and a model's config."""
     return functools.partial(checkpoints.run, pool, tokenizer)
-
-
-@pytest.fixture(scope="session")
-def checkpoint_at_step_5(run: checkpoints.Run, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Function that returns the checkpoint of step 5 of a layout, with tied or untied embeddings; written once."""
-    folders: dict[Any, Path] = {}
-
-    def checkpoint(number: int, tied: bool) -> Path:
-        if (number, tied) not in folders:
-            folder = folders[number, tied] = tmp_path_factory.mktemp("checkpoint")
-            config = checkpoints.first_half(folder, checkpoints.LAYOUTS[number])
-            run(config, checkpoints.model_of(tied))
-        return folders[number, tied] / "step_00000005"
-
-    return checkpoint
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from workbench.variants.choose import build_model
 
 Run = Callable[..., dict[str, Any]]  # the fixture `run`
 BATCH = 8  # sequences in a global batch, in every layout
-LAYOUTS: list[dict[str, Any]] = [{}, {"dp_size": 2, "pp_size": 2, "tp_size": 2}]
 
 
 def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:

@@ -3,7 +3,6 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from transformers import LlamaConfig
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
-from tests.support.checkpoints import Run, mistake, model_of, run_config, warnings_of
+from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, warnings_of
 from tests.support.messages import error_of
 from tests.support.oracle import tiny_llama
 from workbench.run.checkpoint.checkpoint import Checkpoint, read_state
@@ -51,12 +50,13 @@ def mistakes(configs: list[Config], model_config: LlamaConfig, tokenizer: Path) 
 
 
 def test_damaged_checkpoints_raise_errors_that_name_the_file(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path
 ) -> None:
     """Two ranks verify the checksums, each those of some of the bytes."""
     configs = []
+    run(first_half(tmp_path, {"pp_size": 2}), model_of(True))
     for number, (file, damage, _) in enumerate(DAMAGES):
-        folder = Path(shutil.copytree(checkpoint_at_step_5(1, True), tmp_path / f"step_0000000{number}"))
+        folder = Path(shutil.copytree(tmp_path / "step_00000005", tmp_path / f"{number}"))
         damage(folder / file)
         configs.append(run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder)))
     first, second = pool.run(mistakes, 2, configs, model_of(True), tokenizer)
@@ -91,12 +91,13 @@ def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, run: Run, tok
 
 
 def test_checkpoint_of_a_different_model_is_rejected(
-    pool: WorkerPool, checkpoint_at_step_5: Any, tokenizer: Path, tmp_path: Path
+    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path
 ) -> None:
+    run(first_half(tmp_path, {}), model_of(True))
     other = tiny_llama(
         tie_word_embeddings=True, num_attention_heads=8, rope_parameters={"rope_type": "default", "rope_theta": 9.0}
     )
-    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path=str(checkpoint_at_step_5(0, True)))
+    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest")
     for line in pool.run(mistake, 2, config, other, tokenizer):
         assert "rope_parameters={'rope_theta': 500.0, 'rope_type': 'default'}, but this run's model has" in line
 
