@@ -9,15 +9,6 @@ import torch
 from workbench.run.checkpoint.host_buffers import HostBuffers
 
 
-def test_snapshots_equal_the_tensors_also_of_other_dtypes() -> None:
-    buffers = HostBuffers()
-    for dtype in (torch.bfloat16, torch.float64):
-        tensors = [torch.randn(shape).to(dtype) for shape in ((3, 4), (5, 2))]
-        for tensor, copy in zip(tensors, buffers.snapshot([each.T for each in tensors]), strict=True):
-            assert copy.equal(tensor.T)
-            assert copy.dtype == dtype
-
-
 @pytest.mark.parametrize(
     ("pinnable", "allocations"),
     [
