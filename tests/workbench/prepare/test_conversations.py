@@ -12,10 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from picotron.config import Config
 from picotron.console import UserError
-from tests.fuzz.chat_templates import CHATML, COUNTING, QUESTIONS_MARKED, STRICT, TEMPLATES
+from tests.fuzz.chat_templates import CHATML, COUNTING, MARKED, QUESTIONS_MARKED, STRICT, TEMPLATES, TOOLS
+from tests.fuzz.tokenizer_kinds import make_tokenizer
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.samples import CHAT, PROMPTS, config_of, encode, marked, split, with_template, write_jsonl
-from workbench.prepare.tokens import write_tokens
+from tests.support.samples import CHAT, PROMPTS, config_of, encode, marked, messages, split, with_template, write_jsonl
+from workbench.prepare.tokens import BATCH_ITEMS, write_tokens
 
 USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 END_OUTSIDE = """{%- for message in messages -%}{{ message['role'] + ': ' }}
@@ -104,13 +105,14 @@ def test_messages_of_sharegpt_are_those_of_the_template(folder: str) -> None:
 def test_records_that_cannot_be_used_are_left_out_if_the_user_says_so(
     folder: str, caplog: pytest.LogCaptureFixture, processes: int
 ) -> None:
-    records = [{"chat": [USER, ANSWER | {"content": str(i)}] if i % 3 else [ANSWER]} for i in range(20)]
+    """Each process gets several batches."""
+    records = [{"chat": [USER, ANSWER | {"content": str(i)}] if i % 3 else [ANSWER]} for i in range(2 * BATCH_ITEMS)]
     keys = CHAT | {"dataset__num_proc": processes}
-    with pytest.raises(UserError, match="7 of 20 records that were read cannot be used"):
+    with pytest.raises(UserError, match="683 of 2,048 records that were read cannot be used"):
         encode(data_of(folder, CHATML, records, **keys))
     found = counted(data_of(folder, CHATML, records, **keys, dataset__skip_invalid=True))
-    assert [int(text.partition("[[")[2].partition("<")[0]) for text in found] == [i for i in range(20) if i % 3]
-    assert "7 of 20 records cannot be used, and are left out; the first: " in caplog.text
+    assert [int(text.partition("[[")[2].partition("<")[0]) for text in found] == [i for i in range(2048) if i % 3]
+    assert "683 of 2048 records cannot be used, and are left out; the first: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,33 @@ def test_records_of_weight_0_are_left_out(folder: str) -> None:
     records.append({"chat": [USER, ANSWER], "weight": "", "tools": ""})  # null in a .csv file
     found = counted(data_of(folder, CHATML, records))
     assert [text.partition("[[")[2][0] for text in found] == ["1", "3", "A"]
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"), [(CHATML, "jsonl"), (MARKED["ChatML"], "json text"), (CHATML, "parquet")], ids=repr
+)
+def test_the_template_gets_the_tools_of_a_record(tmp_path: Path, folder: str, template: str, kind: str) -> None:
+    """In a table, all objects have the same keys: those that a record lacks are null there."""
+    with_template(folder, TOOLS + template)
+    chat = messages([("user", "What is 2 + 2?"), ("assistant", "It is 4.")])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools = [
+        [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}],
+        None,
+        [
+            {"type": "function", "function": {"name": "see"}},
+            {"type": "function", "function": {"name": "f", "parameters": {"b": "str"}}},
+        ],
+    ]
+    given = map(json.dumps, tools) if kind == "json text" else tools
+    records = [{"chat": chat, "other": "x", "tools": each} for each in given]
+    name = write_jsonl(tmp_path / "a.jsonl", records)
+    if kind == "parquet":
+        pandas.DataFrame(records).to_parquet(name := str(tmp_path / "a.parquet"))
+    samples = split(encode(config_of(name, folder, **CHAT)))
+    for each, (tokens, _) in zip(tools, samples, strict=True):
+        assert tokens == tokenizer.apply_chat_template(chat, each, return_dict=True)["input_ids"]
+        assert ("parameters" in tokenizer.decode(tokens)) == (each is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -237,3 +266,12 @@ def test_data_without_columns_templates_or_ends_are_refused(
     config = make_config(**{key: value.replace("ENDLESS", str(tmp_path / "endless")) for key, value in keys.items()})
     with pytest.raises(UserError, match=message):
         write_tokens(config, tiny_llama(vocab_size=300))
+
+
+def test_a_slow_tokenizer_must_tell_where_a_completion_begins(tmp_path: Path, folder: str) -> None:
+    """ByT5 drops white space before </s>."""
+    make_tokenizer("ByT5", 480).save_pretrained(tmp_path / "slow")
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b"}, {"q": "What?\n", "a": "</s>b"}])
+    message = r"cannot begin or end at '</s>b' after 'What\?\\n'; choose a model\.tokenizer with a tokenizer\.json"
+    with pytest.raises(UserError, match=message):
+        encode(config_of(name, str(tmp_path / "slow")), 480)

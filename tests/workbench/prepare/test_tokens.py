@@ -1,7 +1,10 @@
 """Tokenising data sets: documents and tokenizers, streams of tokens, and rejected data sets."""
 
+import bisect
+import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from picotron.config import Config
 from picotron.console import UserError
+from tests.fuzz.chat_templates import TEMPLATES
+from tests.fuzz.tokenizer_kinds import KINDS, make_tokenizer
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import run
-from tests.support.samples import write_jsonl
+from tests.support.samples import CHAT, PROMPTS, messages, with_template, write_jsonl
+from workbench.prepare import text as text_module
 from workbench.prepare.documents import python_stdlib
-from workbench.prepare.tokens import END_OF_TEXT, _identity, read_tokenizer, write_tokens
+from workbench.prepare.tokens import END_OF_TEXT, read_tokenizer, write_tokens
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,
@@ -40,14 +46,29 @@ def load_tokens(config: Config, model_config: LlamaConfig) -> np.ndarray:
     return np.memmap(write_tokens(config, model_config) / "tokens.uint16", np.uint16, "r")
 
 
-def test_tokens_are_cached_until_the_content_changes(tmp_path: Path, folder: str, cache: Path) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"body": "abc " * 50}, {"body": None}, {"body": ""}])
-    config = make_config(dataset__name=name, model__tokenizer=folder, dataset__text_column="body")
-    first = load_tokens(config, tiny_llama(vocab_size=300))
-    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() == first.tolist()
-    write_jsonl(tmp_path / "a.jsonl", [{"body": "xyz " * 60}])
-    assert load_tokens(config, tiny_llama(vocab_size=300)).tolist() != first.tolist()
-    assert len(list(cache.glob("*/tokens.uint16"))) == 2
+def test_tokens_are_cached_until_the_content_the_columns_or_the_tokenizer_change(tmp_path: Path, folder: str) -> None:
+    def entry(**keys: Any) -> Path:
+        config = make_config(**{"dataset__name": str(tmp_path / "a.jsonl"), "model__tokenizer": folder} | keys)
+        return write_tokens(config, tiny_llama(vocab_size=300))
+
+    chat = messages([("user", "a"), ("assistant", "b")])
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b", "chat": chat}])
+    folders = [shutil.copytree(folder, tmp_path / name) for name in ("ChatML", "Llama 3", "special")]
+    for path in folders[:2]:
+        with_template(path, TEMPLATES[path.name])
+    PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True).save_pretrained(folders[2])
+    changes = [
+        PROMPTS,
+        {"dataset__text_column": "a"},
+        {"dataset__prompt_column": "a", "dataset__completion_column": "q"},
+    ]
+    changes += [CHAT | {"model__tokenizer": str(path)} for path in folders[:2]]
+    changes += [{"dataset__text_column": "a", "model__tokenizer": str(folders[2])}]
+    entries = [entry(**keys) for keys in changes]
+    assert len({*entries}) == len(entries)
+    assert [entry(**keys) for keys in changes] == entries
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "a": "b", "chat": chat}, {"a": None}, {"a": ""}])
+    assert entry(dataset__text_column="a") not in entries
 
 
 def test_bpe_has_the_requested_size_and_decodes_losslessly(cache: Path) -> None:
@@ -137,12 +158,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, folder: str) -> None
     assert "Tokenising: 100%" in result.stderr
 
 
-def test_tokenizers_that_differ_in_special_tokens_do_not_share_a_cache(folder: str) -> None:
-    split = [PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=value) for value in (False, True)]
-    assert len({_identity(each) for each in split}) == 2
-    assert split[0](f"a{END_OF_TEXT}")["input_ids"] != split[1](f"a{END_OF_TEXT}")["input_ids"]
-
-
 def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp_path: Path, folder: str) -> None:
     truncating = PreTrainedTokenizerFast.from_pretrained(folder)
     truncating.backend_tokenizer.enable_truncation(5)
@@ -183,3 +198,33 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
         _, printed = process.communicate(timeout=60)  # which waits for all processes that can print
     assert process.returncode == -number
     assert "Traceback" not in printed
+
+
+# ------------------------------------------------------------------------------------------------------ long documents
+
+PROSE = "The quick brown fox, it jumps over 12 lazy dogs; naïve as Žluťoučký kůň. "
+DOCUMENT = (
+    inspect.getsource(bisect)
+    + PROSE * 50
+    + f"{PROSE * 3}\n\n{PROSE}  \n\t{PROSE}\n" * 10
+    + "日本語のテキスト。私は学生です、" * 150
+    + "one</s>\n two <s> three</s>" * 100
+)
+EMOJI = "🙂👍🏽e\u0301" * 500  # a single word, for which WordPiece has a single token
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_a_long_document_are_those_of_its_whole_text(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(text_module, "PIECE", 2**10)
+    monkeypatch.setattr(text_module, "WINDOW", 2**9)
+    assert text_module.CONTEXT <= text_module.PIECE
+    make_tokenizer(kind, 480).save_pretrained(other := tmp_path / "other")
+    tokenizer, text = AutoTokenizer.from_pretrained(other), DOCUMENT if kind == "WordPiece" else DOCUMENT + EMOJI
+    name = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    config = make_config(dataset__name=name, model__tokenizer=str(other))
+    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=480)) / "tokens.uint16", np.uint16)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = [token for token in tokenizer(text)["input_ids"][:1] if token == tokenizer.bos_token_id]
+    assert tokens.tolist() == [*start, *whole, tokenizer.eos_token_id]
