@@ -7,52 +7,34 @@ from typing import Any
 import pytest
 
 from picotron.console import UserError
+from tests.support.oracle import make_config
 from workbench.pipelines.engine import check_run
 from workbench.run.config_reader import parse_config
-
-MINIMAL = {"model": {"name": "template/tiny-llama"}, "dataset": {"name": "python-stdlib"}}
-
-
-def changed(**changes: Any) -> dict[str, Any]:
-    """Return a copy of MINIMAL with `section__key=value` or `section=value` set."""
-    data = json.loads(json.dumps(MINIMAL))
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            data.setdefault(section, {})[name] = value
-        else:
-            data[section] = value
-    return data
-
 
 BAD = [
     ({"training__lerning_rate": 1e-3}, "training.lerning_rate; did you mean training.learning_rate?"),
     ({"model__seed": 1}, "did you mean training.seed?"),
     # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have
-    ({"distributed": {"backend": "nccl", "use_cpu": True}}, "backend='nccl' needs GPUs"),
-    ({"distributed": {"cp_size": 2, "use_cpu": False, "backend": "gloo"}}, "which pp_size=1 with cp_size=2 requires"),
-    ({"distributed": {"dp_size": 2, "cp_size": 2, "ep_size": 3, "use_cpu": True}}, "use a divisor of 4"),
+    ({"backend": "nccl"}, "backend='nccl' needs GPUs"),
     (
-        {
-            "distributed": {"dp_size": 2, "ep_size": 2, "use_cpu": True},
-            "logging__sample_prompt": "a",
-            "training__eval_frequency": 1,
-        },
+        {"cp_size": 2, "use_cpu": False, "backend": "gloo", "model__dtype": "float32"},
+        "which pp_size=1 with cp_size=2 requires",
+    ),
+    ({"dp_size": 2, "cp_size": 2, "ep_size": 3}, "use a divisor of 4"),
+    (
+        {"dp_size": 2, "ep_size": 2, "logging__sample_prompt": "a", "training__eval_frequency": 1},
         "generates with distributed.ep_size=1",
     ),
     ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),
-    ({"training": {"lr_scheduler": "wsd", "warmup_steps": 185}}, "set decay_steps to at most 15"),
-    ({"distributed__cp_size": 4, "training__seq_length": 1028}, "seq_length=1028 is not divisible by 8"),
     (
-        {"distributed": {"cp_size": 2, "tp_size": 6, "sequence_parallel": True}, "training__seq_length": 16},
-        "not divisible by 12",
+        {"training__lr_scheduler": "wsd", "training__total_train_steps": 200, "training__warmup_steps": 185},
+        "set decay_steps to at most 15",
     ),
-    ({"distributed__cp_size": 2, "model__use_flash_attention": False}, "cp_engine='ring' needs fused attention"),
-    (
-        {"distributed": {"cp_size": 2, "use_cpu": False}, "model__dtype": "float64"},
-        "no kernel for model.dtype='float64'",
-    ),
-    ({"model__float8": True, "model__dtype": "float64"}, "model.float8=true"),
+    ({"cp_size": 4, "training__seq_length": 1028}, "seq_length=1028 is not divisible by 8"),
+    ({"cp_size": 2, "tp_size": 6, "sequence_parallel": True}, "not divisible by 12"),
+    ({"cp_size": 2, "model__use_flash_attention": False}, "cp_engine='ring' needs fused attention"),
+    ({"cp_size": 2, "use_cpu": False}, "no kernel for model.dtype='float64'"),
+    ({"model__float8": True}, "model.float8=true"),
     ({"dataset__completion_column": "a"}, "not completion_column='a'"),
     ({"dataset__prompt_column": "q", "dataset__completion_column": "q"}, "are both 'q'"),
     (
@@ -60,22 +42,16 @@ BAD = [
         "not text_column='text' and messages_column='chat'",
     ),
     ({"dataset__long_samples": "cut"}, "long_samples='cut' is for samples"),
-    ({"distributed__pp_engine": "gpipe"}, "no schedule 'gpipe'; choose one of afab, 1f1b"),
-    (
-        {"distributed__pp_size": 2, "logging__trace_steps": [3, 300]},
-        "trace_steps=[3, 300] exceeds total_train_steps=200",
-    ),
-    (
-        {"distributed": {"pp_chunks": 2}, "schedule": {"pp_chunks": 2}},
-        "distributed.pp_chunks is the earlier name of schedule.pp_chunks",
-    ),
+    ({"pp_engine": "gpipe"}, "no schedule 'gpipe'; choose one of afab, 1f1b"),
+    ({"pp_size": 2, "logging__trace_steps": [3, 300]}, "trace_steps=[3, 300] exceeds total_train_steps=10"),
+    ({"pp_chunks": 2, "schedule__pp_chunks": 2}, "distributed.pp_chunks is the earlier name of schedule.pp_chunks"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), BAD, ids=[expected for _, expected in BAD])
 def test_config_rejects_bad_values_with_one_sentence(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_config(changed(**changes))
+        make_config(**changes)
     assert expected in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
@@ -89,10 +65,8 @@ def problems_of(check: Callable[[], object]) -> tuple[str, ...]:
 def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each config also has the mistakes of the later rounds, which are not reached."""
     monkeypatch.setenv("WORLD_SIZE", "5")
-    misfits = {
-        "distributed": {"pp_size": 9, "cp_size": 2, "cp_engine": "ulysses", "tp_size": 3},
-        "model__float8": True,
-    }
+    misfits = {"pp_size": 9, "cp_size": 2, "cp_engine": "ulysses", "tp_size": 3}
+    misfits |= {"model__float8": True, "model__dtype": "bfloat16"}
     conflicts = {
         "training__warmup_steps": 300,
         "training__eval_frequency": 300,
@@ -100,15 +74,15 @@ def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         "training__decay_steps": 9,
         "logging__trace_steps": [300],
     }
-    wrong = {"training__seed": "x", "dataset__nmae": "x", "model__dtype": 1, "checkpoint": [1]}
-    assert len(problems_of(lambda: parse_config(changed(**misfits, **conflicts, **wrong)))) == len(wrong)
-    assert len(problems_of(lambda: parse_config(changed(**misfits, **conflicts)))) == len(conflicts)
-    config = parse_config(changed(**misfits))
+    wrong = {"training__seed": "x", "dataset__nmae": "x", "model__name": 1, "checkpoint__keep_last": "x"}
+    assert len(problems_of(lambda: make_config(**misfits, **conflicts, **wrong))) == len(wrong)
+    assert len(problems_of(lambda: make_config(**misfits, **conflicts))) == len(conflicts)
+    config = make_config(**misfits)
     assert len(problems_of(lambda: check_run(config))) == 5  # processes, pp, cp, tp, float8
 
 
 def test_config_survives_a_round_trip_through_json() -> None:
-    config = parse_config(changed(training__learning_rate=0.1 + 0.2))
+    config = make_config(training__learning_rate=0.1 + 0.2)
     assert parse_config(json.loads(config.model_dump_json())) == config
 
 
@@ -122,5 +96,5 @@ def test_config_survives_a_round_trip_through_json() -> None:
     ],
 )
 def test_samples_attend_only_to_themselves_by_default(keys: dict[str, Any], has_samples: bool, masks: bool) -> None:
-    section = parse_config(changed(dataset={"name": "python-stdlib"} | keys)).dataset
+    section = make_config(**{f"dataset__{key}": value for key, value in keys.items()}).dataset
     assert (section.has_samples, section.masks_documents) == (has_samples, masks)

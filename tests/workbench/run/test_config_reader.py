@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from picotron.console import UserError
-from tests.workbench.run.test_config import MINIMAL, changed
+from tests.support.oracle import config_data, make_config
 from workbench.run.config_reader import json_schema, leaf_keys, load_config, parse_config
 
 # what Hugging Face's picotron has, and this config does not
@@ -32,7 +32,7 @@ def write(folder: Path, data: object) -> str:
 
 def test_overrides_have_the_types_of_their_keys(tmp_path: Path) -> None:
     config = load_config([
-        "--config", write(tmp_path, MINIMAL), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",
+        "--config", write(tmp_path, config_data()), "--training.learning_rate", "1e-3", "--distributed.use_cpu=true",
         "--model.name", "some/folder", "--training.max_grad_norm", "null", "--checkpoint.save_dir=a=b", "--logging.run_name", "42",
         "--dataset.num_workers", "2", "--distributed.pp_chunks", "3",
     ])  # fmt: skip
@@ -57,7 +57,7 @@ def test_config_of_another_trainer_loads_with_warnings_and_without_its_secret(ca
     assert config.environment.OMP_NUM_THREADS == 1
     assert "hf_abc" not in caplog.text + config.model_dump_json()
     with pytest.raises(UserError) as error:  # an error does not print the value of a misspelt key either
-        parse_config(changed(environment__HFTOKEN="hf_abcdefghijklmnop"))
+        make_config(environment__HFTOKEN="hf_abcdefghijklmnop")
     assert "hf_abc" not in str(error.value)
 
 
