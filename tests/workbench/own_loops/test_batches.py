@@ -85,109 +85,89 @@ def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layo
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def mistakes(layout: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs: a part of the expected error, and the error on this rank."""
-    config = config_of(layout)
-    model, step = wrapped(config, MODEL), step_of(config, MODEL)
-    parts = split_batch(global_batch(), 4)
-    zeros = [part | {"target_weights": torch.zeros(2, 16)} for part in parts]
-    rows = torch.tensor([0, 16, 32], dtype=torch.int32)
-    left = torch.tensor([[1] * 16, [0] * 3 + [1] * 13])
-
-    def train(batches: Any, loss_fn: Any = cross_entropy, **options: Any) -> str:
-        model.zero_grad()
-        return error_of(lambda: train_batch(step, model, batches, loss_fn, **options))
-
-    def changed(**changes: Any) -> str:
-        return train([parts[0] | changes, *parts[1:]])
-
-    def returned(change: Any) -> str:
-        return train(parts, lambda head, x, batch: change(cross_entropy(head, x, batch)))
-
-    def names(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
-        loss = cross_entropy(head, x, batch)
-        return loss, 1.0, {f"{int(batch['number'][0])}": loss}
-
-    def split(batch: Any, micro_batches: int = 4) -> str:
-        return error_of(lambda: split_batch(batch, micro_batches))
-
-    found = [
-        ("at least 1", train([])),
-        ("target_ids have 9999", changed(target_ids=torch.full((2, 16), 9999))),
-        ("target_ids have shape [2, 15]", changed(target_ids=torch.zeros(2, 15, dtype=torch.int64))),
-        ("from 0 to 32", changed(cu_seqlens=rows[:-1])),
-        ("hides tokens before others", changed(attention_mask=left)),
-        (
-            "only some micro-batches have target_weights",
-            train([*parts[:-1], parts[-1] | {"target_weights": torch.ones(2, 16)}]),
-        ),
-        ("global batch sum to 0", train([part | {"target_ids": torch.full((2, 16), -100)} for part in parts])),
-        ("(B, T), but found none", train([{"target_ids": part["target_ids"]} for part in parts])),
-        ("scope='rank'", train(zeros, scope="rank")),
-        ("8 sequences", split(global_batch(), 3)),
-    ]
-    if layout:
-        return [*found, ("for 4 micro-batches, not 3", train(parts[:3]))]
-    found += [
-        ("without a gradient", returned(lambda loss: loss.detach())),
-        ("sum to 0", returned(lambda loss: (loss, 0.0, {}))),
-        ("for some micro-batches only", train(parts, names)),
-        ("no error", train(parts)),
-        ("gradients of an earlier train_batch", error_of(lambda: train_batch(step, model, parts))),
-    ]
-    model.requires_grad_(False)
-    return [*found, ("was frozen after", train(parts))]
+Batches = list[dict[str, Any]]
+Change = Callable[[int, Batches], Batches]
 
 
-@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "pp_engine": "interleaved_1f1b"}], ids=layout_name)
-def test_each_mistake_is_an_error_on_every_rank(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    for found in pool.run(mistakes, layout.get("pp_size", 1), layout):
-        assert [pair for pair in found if pair[0] not in pair[1]] == []
+def every(**changes: Any) -> Change:
+    return lambda rank, parts: [part | changes for part in parts]
 
 
-# Batches of two ranks that do not fit, or do: the layout, what a rank changes of a micro-batch (None: it is left out),
-# and the sentence. The model has a window of 16 tokens, as many as a sequence.
-Change = Callable[[int, dict[str, Any]], dict[str, Any] | None]
-DOCUMENTS = {"cu_seqlens": torch.tensor([0, 8, 16, 32])}
-DIFFERENT = [
-    ({"pp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "input_ids of micro-batch 0 differs"),
-    ({"tp_size": 2}, lambda rank, part: {"target_ids": part["target_ids"].roll(rank)}, "target_ids of micro-batch 0 differs"),
-    ({"cp_size": 2}, lambda rank, part: DOCUMENTS if rank else {}, "cu_seqlens of micro-batch 0 differs"),
-    ({"tp_size": 2, "sequence_parallel": True}, lambda rank, part: {name: part[name][:, :15] for name in TOKENS}, "15 tokens on this rank, which sequence_parallel divides"),
-    ({"dp_size": 2}, lambda rank, part: {"input_ids": part["input_ids"].roll(rank)}, "no error"),
-    ({"dp_size": 2}, lambda rank, part: None if rank and part["number"][0] < 4 else {}, "have [2, 1] micro-batches"),
-    ({"dp_size": 2}, lambda rank, part: {"target_weights": torch.full((2, 16), rank)}, "a data-parallel rank sum to 0"),
-    ({"dp_size": 2}, lambda rank, part: {"name": f"n{rank}"}, "'n0' for some micro-batches only"),
-    ({"dp_size": 2}, lambda rank, part: twice(part) | {"cu_seqlens": torch.tensor([0, 16, 32, 48, 64])}, "no error"),
-    ({"dp_size": 2}, lambda rank, part: twice(part), "32 tokens is longer than the model's sliding_window=16"),
-    ({"cp_size": 2, "cp_sharding": "contiguous"}, lambda rank, part: {}, "cp_sharding='zigzag', but the config has 'contiguous'"),
+def rolled(name: str) -> Change:
+    return lambda rank, parts: [part | {name: part[name].roll(rank)} for part in parts]
+
+
+def named(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
+    return cross_entropy(head, x, batch), 1.0, {batch.get("name", "n"): 1.0}
+
+
+def repeated(rank: int, parts: Batches) -> Batches:
+    return [{name: torch.cat([part[name]] * 2, 1) for name in TOKENS} for part in parts]
+
+
+# The layout, what a rank makes of its micro-batches, the sentence, and options of `train_batch`. The model has a window
+# of 16 tokens, as many as a sequence.
+PP, ONES, IGNORED = {"pp_size": 2, "pp_engine": "interleaved_1f1b"}, torch.ones(2, 16), torch.full((2, 16), -100)
+MISTAKES: list[Any] = [
+    (PP, lambda rank, parts: [], "at least 1"),
+    (PP, every(target_ids=torch.full((2, 16), 9999)), "target_ids have 9999"),
+    (PP, every(target_ids=torch.zeros(2, 15, dtype=torch.int64)), "target_ids have shape [2, 15]"),
+    (PP, every(cu_seqlens=torch.tensor([0, 16])), "from 0 to 32"),
+    (PP, every(attention_mask=torch.tensor([[1] * 16, [0] * 3 + [1] * 13])), "hides tokens before others"),
+    (PP, lambda rank, parts: [*parts[:-1], parts[-1] | {"target_weights": ONES}], "only some micro-batches have target_weights"),
+    (PP, every(target_ids=IGNORED), "global batch sum to 0"),
+    (PP, lambda rank, parts: [{"target_ids": part["target_ids"]} for part in parts], "(B, T), but found none"),
+    (PP, every(target_weights=ONES), "scope='rank'", {"scope": "rank"}),
+    (PP, lambda rank, parts: split_batch(global_batch(), 3), "8 sequences"),
+    (PP, lambda rank, parts: parts[:3], "for 4 micro-batches, not 3"),
+    (PP, rolled("input_ids"), "input_ids of micro-batch 0 differs"),
+    ({"tp_size": 2}, rolled("target_ids"), "target_ids of micro-batch 0 differs"),
+    ({"cp_size": 2}, lambda rank, parts: every(cu_seqlens=torch.tensor([0, 4 + rank, 16, 32]))(rank, parts), "cu_seqlens of micro-batch 0 differs"),
+    ({"tp_size": 2, "sequence_parallel": True}, lambda rank, parts: [{name: part[name][:, :15] for name in TOKENS} for part in parts], "15 tokens on this rank, which sequence_parallel divides"),
+    ({"dp_size": 2}, rolled("input_ids"), "no error"),
+    ({"dp_size": 2}, lambda rank, parts: parts[rank:], "have [2, 1] micro-batches"),
+    ({"dp_size": 2}, lambda rank, parts: every(target_weights=rank * ONES)(rank, parts), "a data-parallel rank sum to 0", {"scope": "dp_rank"}),
+    ({"dp_size": 2}, lambda rank, parts: every(name=f"n{rank}")(rank, parts), "'n0' for some micro-batches only", {"loss_fn": named}),
+    ({"dp_size": 2}, lambda rank, parts: every(cu_seqlens=torch.tensor([0, 16, 32, 48, 64]))(rank, repeated(rank, parts)), "no error"),
+    ({"dp_size": 2}, repeated, "32 tokens is longer than the model's sliding_window=16"),
+    ({"cp_size": 2, "cp_sharding": "contiguous"}, every(), "cp_sharding='zigzag', but the config has 'contiguous'"),
+    ({}, lambda rank, parts: [*parts[:-1], parts[-1] | {"name": "other"}], "'n' for some micro-batches only", {"loss_fn": named}),
+    ({}, every(), "without a gradient", {"loss_fn": lambda *x: cross_entropy(*x).detach()}),
+    ({}, every(), "sum to 0", {"loss_fn": lambda *x: (cross_entropy(*x), 0.0, {})}),
 ]  # fmt: skip
 
 
-def twice(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens of a micro-batch whose sequences are repeated."""
-    return {name: torch.cat([part[name]] * 2, 1) for name in TOKENS}
-
-
-def different_batches(number: int) -> str:
-    """Return the error of a case of DIFFERENT."""
-    layout, change, _ = DIFFERENT[number]
-    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=16)
+def error_of_batches(number: int) -> str:
+    """Return the error of a case of MISTAKES."""
+    layout, change, _, *options = MISTAKES[number]
+    config, model_config = config_of(layout), tiny_llama("mistral", sliding_window=16, num_hidden_layers=6)
     model, step = wrapped(config, model_config), step_of(config, model_config)
-    parts, rank = split_batch(global_batch(), config.training.gradient_accumulation_steps), dist.get_rank()
-    changes = [(part, change(rank, part)) for part in parts]
-    parts = [part | changed for part, changed in changes if changed is not None]
-
-    def named(head: Any, x: Tensor, batch: dict[str, Any]) -> Any:
-        return cross_entropy(head, x, batch), 1.0, {batch.get("name", "n"): 1.0}
-
-    return error_of(lambda: train_batch(step, model, parts, named, scope="dp_rank"))
+    parts = split_batch(global_batch(), config.training.gradient_accumulation_steps)
+    return error_of(lambda: train_batch(step, model, change(dist.get_rank(), parts), **dict(*options)))
 
 
-@pytest.mark.parametrize("number", range(len(DIFFERENT)))
-def test_batches_that_do_not_fit_are_an_error_on_both_ranks(pool: WorkerPool, number: int) -> None:
-    for found in pool.run(different_batches, 2, number):
-        assert DIFFERENT[number][2] in found
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_batches_that_do_not_fit_are_an_error_on_every_rank(pool: WorkerPool, number: int) -> None:
+    layout, _, sentence, *_ = MISTAKES[number]
+    for found in pool.run(error_of_batches, make_config(**layout).distributed.world_size, number):
+        assert sentence in found
+
+
+def train_without_zero_grad() -> tuple[str, str]:
+    """Return the error of a second step without `zero_grad`, and that of a third one after parameters were frozen."""
+    config = config_of({})
+    model, step, parts = wrapped(config, MODEL), step_of(config, MODEL), split_batch(global_batch(), 4)
+    train_batch(step, model, parts)
+    second = error_of(lambda: train_batch(step, model, parts))
+    model.zero_grad()
+    model.requires_grad_(False)
+    return second, error_of(lambda: train_batch(step, model, parts))
+
+
+def test_a_step_needs_gradients_that_are_zero_and_parameters_that_have_some(pool: WorkerPool) -> None:
+    ((second, third),) = pool.run(train_without_zero_grad, 1)
+    assert "gradients of an earlier train_batch" in second
+    assert "was frozen after" in third
 
 
 # ---------------------------------------------------------------------------------------------------- packed sequences
