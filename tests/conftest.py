@@ -120,14 +120,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(scope="session")
-def run(pool: WorkerPool, tokenizer: Path) -> checkpoints.Run:
+def run(pool: WorkerPool) -> checkpoints.Run:
     """Function that trains in the pool: `checkpoints.run` of a config and a model's config."""
-    return functools.partial(checkpoints.run, pool, tokenizer)
+    return functools.partial(checkpoints.run, pool)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Runs of ten steps, or their first five, in any layout: tests write checkpoints with them and resume from them."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
 from tests.support.messages import error_of, logged_warnings
 from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.samples import write_tokenizer
 from tests.support.training import CPU, all_stages, train_steps
 from workbench.pipelines.engine import plan_pipeline
 from workbench.run.checkpoint.checkpoint import find_checkpoint
@@ -49,32 +51,35 @@ def model_of(tied: bool) -> LlamaConfig:
     return tiny_llama(tie_word_embeddings=tied, num_attention_heads=8)
 
 
-def train(config: Config, model_config: LlamaConfig, tokenizer: Path) -> dict[str, Any]:
-    """Train as train.py does. Returns the losses and gradient norms of all steps, and the full weights at the end."""
-    layout = config.distributed
+def train(config: Config, model_config: LlamaConfig | None = None) -> dict[str, Any]:
+    """Train as train.py does, by default a model with untied embeddings. Returns the losses and gradient norms of all
+    steps, and the full weights at the end.
+    """
+    layout, model_config = config.distributed, model_config or model_of(False)
     setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
     checkpoint = find_checkpoint(config, model_config)
     weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, config.training.seed)
     plan, dtype = plan_pipeline(config, model_config), getattr(torch, config.model.dtype)
     model = build_model(config, model_config, plan.wrap, CPU, dtype, weights)
-    losses, norms = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(write_tokenizer(Path(folder)))
+        losses, norms = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
     return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
 
 
-def run(pool: WorkerPool, tokenizer: Path, config: Config, model_config: LlamaConfig | None = None) -> dict[str, Any]:
-    """Train in a pool, by default a model with untied embeddings. Returns the results of rank 0, see `train`."""
-    model_config = model_config or model_of(False)
-    return pool.run(train, config.distributed.world_size, config, model_config, tokenizer)[0]
+def run(pool: WorkerPool, config: Config, *model_config: LlamaConfig) -> dict[str, Any]:
+    """Train in a pool. Returns the results of rank 0, see `train`."""
+    return pool.run(train, config.distributed.world_size, config, *model_config)[0]
 
 
-def mistake(config: Config, model_config: LlamaConfig, tokenizer: Path) -> str:
-    return error_of(lambda: train(config, model_config, tokenizer))
+def mistake(config: Config, *model_config: LlamaConfig) -> str:
+    return error_of(lambda: train(config, *model_config))
 
 
-def warnings_of(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[int, list[str]]:
+def warnings_of(config: Config) -> tuple[int, list[str]]:
     """Train, and return the number of steps and the warnings."""
     with logged_warnings() as lines:
-        return len(train(config, model_config, tokenizer)["losses"]), lines
+        return len(train(config)["losses"]), lines
 
 
 def tensors_of(folder: Path, kind: str) -> dict[str, Tensor]:

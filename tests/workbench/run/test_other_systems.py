@@ -36,11 +36,11 @@ def without_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_run_is_the_same_without_forks(tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest) -> None:
+def test_a_run_is_the_same_without_forks(tmp_path: Path, folder: str, request: pytest.FixtureRequest) -> None:
     """Its ranks, and the processes that tokenise, are new ones. Its messages are there, too."""
     text = tmp_path / "a.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(2000)))
-    keys = {"dataset.name": text, "dataset.num_proc": 2, "model.tokenizer": tokenizer, "training.eval_frequency": 0}
+    keys = {"dataset.name": text, "dataset.num_proc": 2, "model.tokenizer": folder, "training.eval_frequency": 0}
     losses, outputs = [], []
     for name in ("forks", "spawned"):
         result = run("train.py", *arguments(tmp_path / name, 2, 1, **keys), XDG_CACHE_HOME=str(tmp_path / name))

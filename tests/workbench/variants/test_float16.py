@@ -28,11 +28,11 @@ def config_of(folder: Path, layout: dict[str, Any], **changes: Any) -> Config:
     return run_config(folder, layout, **keys | changes)
 
 
-def with_scale(config: Config, tokenizer: Path) -> dict[str, Any]:
+def with_scale(config: Config) -> dict[str, Any]:
     """Train with the scale of this test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LossScale.__init__, "__defaults__", (START, INTERVAL, 0, 0))
-        return train(config, tiny_llama(), tokenizer)
+        return train(config, tiny_llama())
 
 
 def with_grad_scaler(config: Config) -> dict[str, Any]:
@@ -81,10 +81,10 @@ LAYOUTS = [
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # torch skips the first update
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_every_layout_trains_as_torch_with_its_grad_scaler(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path, layout: dict[str, Any]
+    pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     config = config_of(tmp_path, layout)
-    ours, theirs = pool.run(with_scale, config.distributed.world_size, config, tokenizer)[0], with_grad_scaler(config)
+    ours, theirs = pool.run(with_scale, config.distributed.world_size, config)[0], with_grad_scaler(config)
     overflows = [not math.isfinite(norm) for norm in theirs["grad_norms"]]
     assert sum(overflows) >= 7
     assert [norm == 0 for norm in ours["grad_norms"]] == overflows
@@ -93,13 +93,13 @@ def test_every_layout_trains_as_torch_with_its_grad_scaler(
         assert relative_error(ours["weights"][name].float(), weight.float()) < 2e-2, name
 
 
-def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tmp_path: Path) -> None:
     keys = {"training__total_train_steps": 20}
-    whole = pool.run(with_scale, 2, config_of(tmp_path / "whole", {"dp_size": 2}, **keys), tokenizer)[0]
+    whole = pool.run(with_scale, 2, config_of(tmp_path / "whole", {"dp_size": 2}, **keys))[0]
     config = config_of(
         tmp_path, {"dp_size": 2}, training__max_tokens=9 * BATCH * 16, checkpoint__async_save=True, **keys
     )
-    first = pool.run(with_scale, 2, config, tokenizer)[0]
+    first = pool.run(with_scale, 2, config)[0]
     state = read_state(tmp_path / "step_00000009")
     assert state is not None
     skipped = first["grad_norms"].count(0)
@@ -109,14 +109,12 @@ def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tokenizer: Path,
         "steps": 9 - skipped,
         "skipped": skipped,
     }
-    second = pool.run(
-        with_scale, 2, config_of(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", **keys), tokenizer
-    )[0]
+    second = pool.run(with_scale, 2, config_of(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", **keys))[0]
     assert first["losses"] + second["losses"] == whole["losses"]
     (tmp_path / "other").mkdir()
     start = {"checkpoint__load_path": str(tmp_path / "step_00000009"), "model__dtype": "float32"}
     config = config_of(tmp_path / "other", {"dp_size": 2}, **start, training__max_tokens=10 * BATCH * 16, **keys)
-    pool.run(with_scale, 2, config, tokenizer)
+    pool.run(with_scale, 2, config)
     other = read_state(tmp_path / "other" / "step_00000010")
     assert other is not None
     assert other.loss_scale == state.loss_scale  # for another resume

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.checkpoints import BATCH, Run, first_half, model_of, run_config, tensors_of
-from tests.support.samples import write_jsonl
+from tests.support.samples import write_jsonl, write_tokenizer
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
 
 CPU = torch.device("cpu")
 
 
-def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tokenizer: Path, tmp_path: Path) -> None:
+def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
     model, layout, dtype = model_of(True), {"pp_size": 2, "tp_size": 2}, {"model__dtype": "bfloat16"}
     whole = run(run_config(tmp_path / "whole", layout, **dtype), model)
@@ -33,8 +33,9 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tokenizer: Path,
         assert len([*half.glob(f"{kind}*.safetensors")]) == 2  # one for each stage
         metadata = json.loads((half / f"{kind}.safetensors.index.json").read_text())["metadata"]
         assert metadata == {"total_size": sum(each.nbytes for each in tensors.values())}
-    ids, copied = (AutoTokenizer.from_pretrained(folder)("def f(x)")["input_ids"] for folder in (tokenizer, half))
-    assert ids == copied
+    folders = half, write_tokenizer(tmp_path / "tokenizer")
+    ids, expected = (AutoTokenizer.from_pretrained(each)("def f(x)")["input_ids"] for each in folders)
+    assert ids == expected
 
     result = run(run_config(tmp_path / "run", layout, checkpoint__load_path="latest", **dtype), model)
     assert result["losses"] == whole["losses"][5:]

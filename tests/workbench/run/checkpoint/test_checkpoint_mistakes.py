@@ -45,13 +45,11 @@ DAMAGES = [
 ]
 
 
-def mistakes(configs: list[Config], model_config: LlamaConfig, tokenizer: Path) -> list[str]:
-    return [mistake(config, model_config, tokenizer) for config in configs]
+def mistakes(configs: list[Config], model_config: LlamaConfig) -> list[str]:
+    return [mistake(config, model_config) for config in configs]
 
 
-def test_damaged_checkpoints_raise_errors_that_name_the_file(
-    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_raise_errors_that_name_the_file(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     """Two ranks verify the checksums, each those of some of the bytes."""
     configs = []
     run(first_half(tmp_path, {"pp_size": 2}), model_of(True))
@@ -59,46 +57,44 @@ def test_damaged_checkpoints_raise_errors_that_name_the_file(
         folder = Path(shutil.copytree(tmp_path / "step_00000005", tmp_path / f"{number}"))
         damage(folder / file)
         configs.append(run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder)))
-    first, second = pool.run(mistakes, 2, configs, model_of(True), tokenizer)
+    first, second = pool.run(mistakes, 2, configs, model_of(True))
     assert first == second
     for message, (file, _, expected), config in zip(first, DAMAGES, configs, strict=True):
         assert re.fullmatch(f"{config.checkpoint.load_path}/{file} {expected}.*", message), message
 
 
-def test_latest_skips_damaged_checkpoints(pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path) -> None:
+def test_latest_skips_damaged_checkpoints(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
     run(run_config(tmp_path, {}, **keys))
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
     truncate(tmp_path / "step_00000010" / "model.safetensors")
     flip(tmp_path / "step_00000008" / "exp_avg_sq.safetensors", 5000)
     config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=None)
-    for steps, lines in pool.run(warnings_of, 2, config, model_of(False), tokenizer):
+    for steps, lines in pool.run(warnings_of, 2, config):
         assert steps == 4
         assert len(lines) == 2
         assert lines[0].startswith(f"{tmp_path}/step_00000010/model.safetensors has ")
         assert lines[1].startswith(f"{tmp_path}/step_00000008/exp_avg_sq.safetensors is damaged")
 
 
-def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path) -> None:
+def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
     run(run_config(tmp_path, {}, **keys))
     for folder in checkpoint_folders(tmp_path).values():
         (folder / "trainer_state.json").unlink()
     before = sorted(tmp_path.rglob("*"))
-    message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys), model_of(False), tokenizer)[0]
+    message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys))[0]
     assert f"none of the 2 checkpoints in {tmp_path} is intact; choose another load_path" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_checkpoint_of_a_different_model_is_rejected(
-    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_a_different_model_is_rejected(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     run(first_half(tmp_path, {}), model_of(True))
     other = tiny_llama(
         tie_word_embeddings=True, num_attention_heads=8, rope_parameters={"rope_type": "default", "rope_theta": 9.0}
     )
     config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest")
-    for line in pool.run(mistake, 2, config, other, tokenizer):
+    for line in pool.run(mistake, 2, config, other):
         assert "rope_parameters={'rope_theta': 500.0, 'rope_type': 'default'}, but this run's model has" in line
 
 

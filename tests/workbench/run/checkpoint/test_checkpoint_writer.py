@@ -24,14 +24,14 @@ from workbench.run.metrics import Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 
-def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Path) -> list[list[int]]:
+def save_twice_in_a_row(config: Config, model_config: LlamaConfig) -> list[list[int]]:
     """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written late. Returns the
     addresses of the buffers after each save.
     """
     model = wrapped(config, model_config, getattr(torch, config.model.dtype))
     optimizer = AdamW(model, config.training, fused=True)
     optimizer.restore(0, lambda parameter, name, tensor: None)
-    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, tokenizer, "fingerprint")
+    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, None, "fingerprint")
     write = CheckpointWriter._write
 
     def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
@@ -50,10 +50,10 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig, tokenizer: Pa
 
 
 def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
     layout, keys = {"dp_size": 2, "tp_size": 2}, {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
-    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True), tokenizer)
+    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True))
     for step in (1, 2):
         for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
             tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)
@@ -64,26 +64,25 @@ def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_writ
         assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing
 
 
-def train_and_list_what_is_synchronised(*arguments: Any) -> list[Path]:
+def train_and_list_what_is_synchronised(config: Config) -> list[Path]:
     synchronised = []
     with mock.patch.object(
         os, "fsync", lambda number: synchronised.append(Path(os.readlink(f"/proc/self/fd/{number}")))
     ):
-        train(*arguments)
+        train(config)
     return synchronised
 
 
 @pytest.mark.linux
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
-    arguments = run_config(tmp_path, {}), model_of(True), tokenizer
-    ((*files, folder, parent),) = pool.run(train_and_list_what_is_synchronised, 1, *arguments)
+    ((*files, folder, parent),) = pool.run(train_and_list_what_is_synchronised, 1, run_config(tmp_path, {}))
     assert {path.name for path in files} == {path.name for path in (tmp_path / "step_00000010").iterdir()}
     assert (folder, parent) == (tmp_path / "step_00000010.unfinished", tmp_path)
 
 
-def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: Path) -> tuple[str, int]:
+def train_on_a_full_disk(config: Config, model_config: LlamaConfig) -> tuple[str, int]:
     """Train while the disk of the last rank is full. Returns the error and the number of steps."""
 
     def on_a_full_disk(*_: Any) -> Any:
@@ -99,20 +98,20 @@ def train_on_a_full_disk(config: Config, model_config: LlamaConfig, tokenizer: P
     is_full = dist.get_rank() == dist.get_world_size() - 1
     opened = mock.patch.object(safetensors_folder, "open", on_a_full_disk if is_full else open, create=True)
     with opened, mock.patch.object(AdamW, "step", counted):
-        return mistake(config, model_config, tokenizer), len(steps)
+        return mistake(config, model_config), len(steps)
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_full_disk_raises_the_same_error_on_all_ranks(
-    pool: WorkerPool, run: Run, tokenizer: Path, tmp_path: Path, in_background: bool
+    pool: WorkerPool, run: Run, tmp_path: Path, in_background: bool
 ) -> None:
     """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
     layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
     keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
     run(first_half(tmp_path, layout, **keys), model)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
-    results = pool.run(train_on_a_full_disk, 4, config, model, tokenizer)
+    results = pool.run(train_on_a_full_disk, 4, config, model)
     # In the background, the error is raised in one of the next steps, long before the next checkpoint is due.
     assert results == [results[0]] * 4
     assert results[0][1] in range(2, 6) if in_background else results[0][1] == 1
@@ -139,13 +138,13 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog
     assert not checkpoint_folders(tmp_path)
 
 
-def start_with_a_folder_of_its_own(model_config: LlamaConfig, tokenizer: Path, *configs: Config) -> str:
+def start_with_a_folder_of_its_own(*configs: Config) -> str:
     with mock.patch.object(writer, "NFS_CACHE_SECONDS", 0):
-        return mistake(configs[dist.get_rank()], model_config, tokenizer)
+        return mistake(configs[dist.get_rank()])
 
 
 def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step(
-    pool: WorkerPool, tokenizer: Path, tmp_path: Path
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
@@ -155,6 +154,6 @@ def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step
         ("latest", "rank 1 sees 0 checkpoints in"),
     ):
         configs = [run_config(folder, {"dp_size": 2}, checkpoint__load_path=load_path) for folder in folders]
-        for sentence in pool.run(start_with_a_folder_of_its_own, 2, model_of(False), tokenizer, *configs):
+        for sentence in pool.run(start_with_a_folder_of_its_own, 2, *configs):
             assert sentence.startswith(expected)
         checkpoint_folder(folders[0], 1).mkdir(exist_ok=True)

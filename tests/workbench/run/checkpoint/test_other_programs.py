@@ -74,7 +74,7 @@ def test_a_checkpoint_takes_texts_as_long_as_it_was_trained_on(length: int, expe
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_transformers_4_has_the_same_logits_and_tokens(tmp_path: Path, tokenizer: Path) -> None:
+def test_transformers_4_has_the_same_logits_and_tokens(tmp_path: Path, folder: str) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "old")]
     subprocess.run([*pip, *TRANSFORMERS_4], check=True)
     ids, expected = torch.arange(256)[None] % 61, {}
@@ -85,13 +85,13 @@ def test_transformers_4_has_the_same_logits_and_tokens(tmp_path: Path, tokenizer
             continue
         config = tiny_llama(family, rope_parameters=rope, max_position_embeddings=512)
         model = AutoModelForCausalLM.from_config(config).float()
-        folder = tmp_path / f"{family}_{rope['rope_type']}"
-        model.save_pretrained(folder)
-        for name, content in model_files(config, "float32", tokenizer).items():
-            (folder / name).write_bytes(content)
-        expected[folder] = model(ids).logits.detach()
-    tokens = AutoTokenizer.from_pretrained(tokenizer)("def f(x)")["input_ids"]
+        path = tmp_path / f"{family}_{rope['rope_type']}"
+        model.save_pretrained(path)
+        for name, content in model_files(config, "float32", Path(folder)).items():
+            (path / name).write_bytes(content)
+        expected[path] = model(ids).logits.detach()
+    tokens = AutoTokenizer.from_pretrained(folder)("def f(x)")["input_ids"]
     command = [sys.executable, "-c", LOGITS.replace("IDS", str(tokens)), *map(str, expected)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path / "old")}, check=True)
-    for folder, logits in expected.items():
-        assert_close(torch.load(folder / "logits.pt"), logits, 1e-5, folder.name)
+    for path, logits in expected.items():
+        assert_close(torch.load(path / "logits.pt"), logits, 1e-5, path.name)

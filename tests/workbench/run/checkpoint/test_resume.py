@@ -54,7 +54,7 @@ def send(pool: WorkerPool, number: int) -> None:
 
 
 @pytest.mark.processes
-def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
     pool, generator, unfinished = WorkerPool(), random.Random(0), 0
     model, layout = tiny_llama(), {"pp_size": 2}
@@ -67,12 +67,12 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tokenizer: Path, tmp
             killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment), daemon=True)
             killer.start()
             with pytest.raises(WorkerError, match="the worker died"):
-                pool.run(train, 2, config, model, tokenizer)
+                pool.run(train, 2, config, model)
             killer.join()
             unfinished += len(list((tmp_path / "killed").glob("*.unfinished")))
         went_on_from = max(checkpoint_folders(tmp_path / "killed"))
-        (result, _) = pool.run(train, 2, config, model, tokenizer)
-        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model, tokenizer)
+        (result, _) = pool.run(train, 2, config, model)
+        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model)
     finally:
         pool.close()
     assert KILLS <= went_on_from < steps
