@@ -13,24 +13,19 @@ import pytest
 
 import create_config
 from tests.support.jobs import SHELL_SYNTAX
+from tests.support.oracle import config_data
 from workbench.explain.hardware import HARDWARE
 from workbench.run.config_reader import load_config
 from workbench.sweep.combinations import folder_names
 from workbench.sweep.jobs import Job, find_jobs
 
-BASE = {
-    "$schema": "config.schema.json",
-    "distributed": {"use_cpu": True},
-    "model": {"name": "template/tiny-llama", "dtype": "float32"},
-    "training": {"seq_length": 64, "total_train_steps": 2},
-    "dataset": {"name": "python-stdlib"},
-}
+KEYS = {"model__dtype": "float32", "training__seq_length": 64, "training__micro_batch_size": 1}
 
 
 def base_file(folder: Path, **changes: Any) -> str:
-    """Write a base config: BASE, with the changes `section={...}`. Returns its path."""
+    """Write a base config: that of `config_data`, with KEYS and the changes. Returns its path."""
     path = folder / "base.json"
-    path.write_text(json.dumps(BASE | {section: BASE[section] | keys for section, keys in changes.items()}))
+    path.write_text(json.dumps({"$schema": "config.schema.json", **config_data(**KEYS | changes)}))
     return str(path)
 
 
@@ -83,21 +78,16 @@ def test_config_is_the_base_config_with_the_values_of_the_flags(tmp_path: Path) 
     words = "--tp 2 --pp 2 --pp_engine zb_h1 --num_hidden_layers 6 --mbs 7 --seq_len 32 --subset_name 42 --use_wandb"
     words += " --use_fused_adam false --training.learning_rate 1e-3 --logging.trace_steps [1,2]"
     folder = create(tmp_path, *words.split())
-    assert configs(folder) == {
-        "exp": {
-            "distributed": {"use_cpu": True, "pp_size": 2, "tp_size": 2, "pp_engine": "zb_h1"},
-            "model": BASE["model"] | {"num_hidden_layers": 6, "use_fused_adam": False},
-            "training": BASE["training"] | {"seq_length": 32, "micro_batch_size": 7, "learning_rate": 1e-3},
-            "dataset": {"name": "python-stdlib", "subset_name": "42"},
-            "logging": {"use_wandb": True, "trace_steps": [1, 2]},
-            "checkpoint": {"save_dir": f"{folder}/run"},
-        }
-    }
+    changes = {"tp_size": 2, "pp_size": 2, "pp_engine": "zb_h1", "model__num_hidden_layers": 6}
+    changes |= {"training__micro_batch_size": 7, "training__seq_length": 32, "dataset__subset_name": "42"}
+    changes |= {"logging__use_wandb": True, "model__use_fused_adam": False, "training__learning_rate": 1e-3}
+    changes |= {"logging__trace_steps": [1, 2], "checkpoint__save_dir": f"{folder}/run"}
+    assert configs(folder) == {"exp": config_data(**KEYS | changes)}
 
 
 def test_experts_are_split_over_all_numbers_of_ranks_that_divide_them(tmp_path: Path) -> None:
     """The tiny model has 8 experts. A sweep of the tiny Llama has no ep_size, see the tests above."""
-    base = base_file(tmp_path, model={"name": "docs/tiny-experts"})
+    base = base_file(tmp_path, model__name="docs/tiny-experts")
 
     def names(*words: Any) -> set[str]:
         return set(configs(create(tmp_path, "--world_size", 4, *words, base=base, exp_name=f"sweep{len(words)}")))
@@ -122,15 +112,14 @@ def test_axes_without_a_flag_come_from_the_base_config_except_dp(
     tmp_path: Path, words: str, expected: set[tuple[int, ...]]
 ) -> None:
     """With --world_size, dp is the quotient of the world size and the other three axes."""
-    folder = create(tmp_path, *words.split(), base=base_file(tmp_path, distributed={"pp_size": 2, "dp_size": 5}))
+    folder = create(tmp_path, *words.split(), base=base_file(tmp_path, pp_size=2, dp_size=5))
     axes = [f"{axis}_size" for axis in ("dp", "pp", "cp", "tp")]
     assert {tuple(c["distributed"].get(axis, 1) for axis in axes) for c in configs(folder).values()} == expected
 
 
 def test_token_of_the_base_config_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = tmp_path / "theirs.json"
-    base.write_text(json.dumps(BASE | {"environment": {"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "1"}}))
-    folder = create(tmp_path, base=str(base))
+    base = base_file(tmp_path, environment__HF_TOKEN="hf_secret", environment__OMP_NUM_THREADS="1")
+    folder = create(tmp_path, base=base)
     assert configs(folder)["exp"]["environment"] == {"OMP_NUM_THREADS": "1"}
     assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert "hf_secret" not in "".join(capsys.readouterr())

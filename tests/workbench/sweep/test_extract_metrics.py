@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from tests.support.oracle import config_data
 from tests.support.samples import write_jsonl
 from workbench.sweep import table as extract_metrics
 from workbench.sweep.jobs import Job, find_jobs
@@ -31,17 +32,13 @@ def steps(count: int, rate: float = 100.0) -> list[dict[str, Any]]:
 def job(folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, tail: str = "") -> Job:
     """Write the files of a job: config.json, and if given, metrics.jsonl (the records and `tail`) and status.txt."""
     new_job = Job(folder, folder.name)
-    config = {
-        "distributed": {"dp_size": 2, "tp_size": 2},
-        "model": {"name": "template/tiny-llama"},
-        "training": {"micro_batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 16, "total_train_steps": 9},
-        "dataset": {"name": "python-stdlib"},
-    }
+    batch = {"training__micro_batch_size": 3, "training__gradient_accumulation_steps": 4}
+    config = config_data(dp_size=2, tp_size=2, **batch, training__total_train_steps=9)
     new_job.run_folder.mkdir(parents=True)
     new_job.config_file.write_text(json.dumps(config))
     if records is not None:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (new_job.run_folder / "metrics.jsonl").write_text(lines + tail)
+        with open(write_jsonl(new_job.run_folder / "metrics.jsonl", records), "a") as file:
+            file.write(tail)
     if status:
         new_job.set_status(status)  # type: ignore[arg-type]
     return new_job
@@ -136,7 +133,7 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
 def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
     for rate in ("0.1", "0.01"):
         file = job(tmp_path / f"lr{rate}", steps(1)).config_file
-        file.write_text(file.read_text().replace('"training": {', f'"training": {{"learning_rate": {rate}, '))
+        file.write_text(file.read_text().replace('"learning_rate": 0.01', f'"learning_rate": {rate}'))
     rows = extract(tmp_path)
     assert [rows[f"lr{rate}"]["training.learning_rate"] for rate in ("0.1", "0.01")] == ["0.1", "0.01"]
     assert {key for row in rows.values() for key in row} == {*extract_metrics.COLUMNS, "training.learning_rate"}
