@@ -9,51 +9,55 @@ import pytest
 from picotron.console import UserError
 from tests.support.oracle import make_config
 from workbench.pipelines.engine import check_run
-from workbench.run.config_reader import parse_config
+from workbench.run.config_reader import load_config, parse_config
 
 BAD = [
-    ({"training__lerning_rate": 1e-3}, "training.lerning_rate; did you mean training.learning_rate?"),
-    ({"model__seed": 1}, "did you mean training.seed?"),
+    ("--training.lerning_rate 1e-3", "training.lerning_rate; did you mean training.learning_rate?"),
+    ("--model.seed 1", "did you mean training.seed?"),
     # one of each conflict in config_conflicts.py that test_each_round_reports_all_its_mistakes does not have
-    ({"backend": "nccl"}, "backend='nccl' needs GPUs"),
+    ("--distributed.backend nccl", "backend='nccl' needs GPUs"),
     (
-        {"cp_size": 2, "use_cpu": False, "backend": "gloo", "model__dtype": "float32"},
+        "--distributed.cp_size 2 --distributed.use_cpu false --distributed.backend gloo --model.dtype float32",
         "which pp_size=1 with cp_size=2 requires",
     ),
-    ({"dp_size": 2, "cp_size": 2, "ep_size": 3}, "use a divisor of 4"),
+    ("--distributed.dp_size 2 --distributed.cp_size 2 --distributed.ep_size 3", "use a divisor of 4"),
     (
-        {"dp_size": 2, "ep_size": 2, "logging__sample_prompt": "a", "training__eval_frequency": 1},
+        "--distributed.dp_size 2 --distributed.ep_size 2 --logging.sample_prompt a --training.eval_frequency 1",
         "generates with distributed.ep_size=1",
     ),
-    ({"training__decay_steps": 9}, "decay_steps=9 is for lr_scheduler='wsd'"),
+    ("--training.decay_steps 9", "decay_steps=9 is for lr_scheduler='wsd'"),
+    ("--training.lr_scheduler wsd --training.warmup_steps 5 --training.decay_steps 2", "set decay_steps to at most 1"),
+    ("--distributed.cp_size 4 --training.seq_length 1028", "seq_length=1028 is not divisible by 8"),
     (
-        {"training__lr_scheduler": "wsd", "training__total_train_steps": 200, "training__warmup_steps": 185},
-        "set decay_steps to at most 15",
+        "--distributed.cp_size 2 --distributed.tp_size 6 --distributed.sequence_parallel true",
+        "not divisible by 12",
     ),
-    ({"cp_size": 4, "training__seq_length": 1028}, "seq_length=1028 is not divisible by 8"),
-    ({"cp_size": 2, "tp_size": 6, "sequence_parallel": True}, "not divisible by 12"),
-    ({"cp_size": 2, "model__use_flash_attention": False}, "cp_engine='ring' needs fused attention"),
-    ({"cp_size": 2, "use_cpu": False}, "no kernel for model.dtype='float64'"),
-    ({"model__float8": True}, "model.float8=true"),
-    ({"dataset__completion_column": "a"}, "not completion_column='a'"),
-    ({"dataset__prompt_column": "q", "dataset__completion_column": "q"}, "are both 'q'"),
+    ("--distributed.cp_size 2 --model.use_flash_attention false", "cp_engine='ring' needs fused attention"),
+    ("--distributed.cp_size 2 --distributed.use_cpu false", "no kernel for model.dtype='float64'"),
+    ("--model.float8 true", "model.float8=true"),
+    ("--dataset.completion_column a", "not completion_column='a'"),
+    ("--dataset.prompt_column q --dataset.completion_column q", "are both 'q'"),
     (
-        {"dataset__messages_column": "chat", "dataset__text_column": "text"},
+        "--dataset.messages_column chat --dataset.text_column text",
         "not text_column='text' and messages_column='chat'",
     ),
-    ({"dataset__long_samples": "cut"}, "long_samples='cut' is for samples"),
-    ({"pp_engine": "gpipe"}, "no schedule 'gpipe'; choose one of afab, 1f1b"),
-    ({"pp_size": 2, "logging__trace_steps": [3, 300]}, "trace_steps=[3, 300] exceeds total_train_steps=10"),
-    ({"pp_chunks": 2, "schedule__pp_chunks": 2}, "distributed.pp_chunks is the earlier name of schedule.pp_chunks"),
+    ("--dataset.long_samples cut", "long_samples='cut' is for samples"),
+    ("--distributed.pp_engine gpipe", "no schedule 'gpipe'; choose one of afab, 1f1b"),
+    ("--distributed.pp_size 2 --logging.trace_steps [3,300]", "trace_steps=[3, 300] exceeds total_train_steps=6"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), BAD, ids=[expected for _, expected in BAD])
-def test_config_rejects_bad_values_with_one_sentence(changes: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(("words", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_config_rejects_bad_values_with_one_sentence(words: str, expected: str) -> None:
     with pytest.raises(UserError) as error:
-        make_config(**changes)
+        load_config(["--config", "docs/small.json", *words.split()])
     assert expected in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_key_and_its_earlier_name_are_not_both_given() -> None:
+    with pytest.raises(UserError, match=r"distributed\.pp_chunks is the earlier name of schedule\.pp_chunks"):
+        make_config(pp_chunks=2, schedule__pp_chunks=2)
 
 
 def problems_of(check: Callable[[], object]) -> tuple[str, ...]:
