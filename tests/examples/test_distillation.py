@@ -32,7 +32,7 @@ def train(config: Config, teacher: str) -> tuple[list[dict[str, float]], dict[st
     return results(trainer)
 
 
-def config_of(folder: Path, layout: dict[str, int]) -> Config:
+def config_of(folder: Path, layout: str) -> Config:
     keys = {"checkpoint__save_dir": folder / "run", "training__seq_length": LENGTH, "training__total_train_steps": 2}
     keys |= {"training__warmup_steps": 0, "training__weight_decay": 0, "training__lr_scheduler": "constant"}
     keys |= {"model__name": folder / "student", "dataset__name": "python-stdlib"}
@@ -43,7 +43,7 @@ def config_of(folder: Path, layout: dict[str, int]) -> Config:
 def test_losses_and_weights_are_those_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
     save_model(tmp_path / "teacher", seed=1, num_hidden_layers=4, hidden_size=48)
     save_model(tmp_path / "student")
-    config = config_of(tmp_path, {"tp_size": 2, "cp_size": 2})
+    config = config_of(tmp_path, "tp2 cp2")
     records, weights = pool.run(train, config.distributed.world_size, config, str(tmp_path / "teacher"))[0]
 
     student, teacher = (load(tmp_path / name) for name in ("student", "teacher"))
@@ -62,7 +62,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Two tokenizers of the same size, of which one was trained on other texts."""
     save_model(tmp_path / "teacher")
     save_model(tmp_path / "student")
-    config, teacher, other = config_of(tmp_path, {}), str(tmp_path / "teacher"), str(tmp_path / "other")
+    config, teacher, other = config_of(tmp_path, ""), str(tmp_path / "teacher"), str(tmp_path / "other")
     train_bpe(iter(["wholly other words and letters, 0 to 9"] * 9), 300).save_pretrained(other)
 
     def check(tokenizer: str) -> None:

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, save_dir: Path, layout: dict[str, int], **keys: Any) -> Config:
+def config_of(folder: Path, save_dir: Path, layout: str, **keys: Any) -> Config:
     keys = {"dataset__name": folder / "pairs.jsonl", "training__seq_length": LENGTH, **keys}
     keys |= {"training__learning_rate": 5e-4, "training__warmup_steps": 0, "training__lr_scheduler": "constant"}
     keys |= {"model__name": folder / "model", "checkpoint__save_dir": save_dir, "training__total_train_steps": 3}
@@ -90,7 +90,7 @@ def test_records_and_weights_are_those_of_the_paper_with_transformers(
     """A run that resumes after two of three steps has the same reference."""
     for end in (2, 3):
         keys: dict[str, Any] = {"training__max_tokens": end * 8 * LENGTH, "checkpoint__load_path": "latest"}
-        config = config_of(folder, tmp_path / "run", {"pp_size": 2, "cp_size": 2}, checkpoint__save_frequency=2, **keys)
+        config = config_of(folder, tmp_path / "run", "pp2 cp2", checkpoint__save_frequency=2, **keys)
         records, weights = pool.run(train, config.distributed.world_size, config)[0]
         assert len(records) == end
     expected_records, expected_weights = expected(config)
@@ -109,7 +109,7 @@ def pairs_of(folder: Path, tmp_path: Path, records: list[Any], length: int) -> l
     shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(with_template(str(tmp_path / "model"), CHATML))
     path = write_jsonl(tmp_path / "pairs.jsonl", records)
-    config = config_of(folder, tmp_path, {}, dataset__name=path, training__seq_length=length)
+    config = config_of(folder, tmp_path, "", dataset__name=path, training__seq_length=length)
     return [
         [marked(tokenizer, [*ids, targets[-1]], [False, *(target >= 0 for target in targets)]) for ids, targets in pair]
         for pair in read_pairs(config, tokenizer)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.parallelize import unwrap
@@ -26,9 +27,9 @@ Run = Callable[..., dict[str, Any]]  # the fixture `run`
 BATCH = 8  # sequences in a global batch, in every layout
 
 
-def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
+def run_config(save_dir: Path, layout: str = "", **changes: Any) -> Config:
     keys = {
-        "training__micro_batch_size": BATCH // (2 * layout.get("dp_size", 1)),
+        "training__micro_batch_size": BATCH // (2 * sizes_of(layout)["dp"]),
         "training__gradient_accumulation_steps": 2,
         "training__warmup_steps": 3,
         "training__max_grad_norm": 0.5,
@@ -36,10 +37,10 @@ def run_config(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config
         "checkpoint__save_dir": str(save_dir),
         "checkpoint__save_frequency": 100,  # so only the last step is saved
     }
-    return make_config(**layout, **keys | changes)
+    return make_config(layout, **keys | changes)
 
 
-def first_half(save_dir: Path, layout: dict[str, Any], **changes: Any) -> Config:
+def first_half(save_dir: Path, layout: str = "", **changes: Any) -> Config:
     """Return the config of a run that max_tokens ends after five of ten steps, the last of which has fewer tokens left
     than a batch; the learning rates are those of ten.
     """

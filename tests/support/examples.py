@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
+from conformance.case import sizes_of
 from picotron.config import Training
 from picotron.parallelize import unwrap
 from picotron.process_group_manager import setup_process_group_manager
@@ -32,11 +33,11 @@ def save_model(folder: Path, seed: int = 0, **changes: Any) -> str:
     return write_tokenizer(folder)
 
 
-def words(layout: dict[str, int], batch: int, **keys: Any) -> list[str]:
+def words(layout: str, batch: int, **keys: Any) -> list[str]:
     """Return the command line of a run in float64 with two micro-batches; `training__seed=1` sets training.seed."""
-    sizes = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1} | layout
-    keys = {f"distributed__{key}": value for key, value in sizes.items()} | keys
-    keys |= {"training__micro_batch_size": batch // (2 * sizes["dp_size"]), "training__gradient_accumulation_steps": 2}
+    sizes = sizes_of(layout)
+    keys = {f"distributed__{axis}_size": size for axis, size in sizes.items()} | keys
+    keys |= {"training__micro_batch_size": batch // (2 * sizes["dp"]), "training__gradient_accumulation_steps": 2}
     keys |= {"model__dtype": "float64"}
     return options(keys)
 

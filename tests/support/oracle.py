@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from conformance.adapters import picotron
 from conformance.case import Case
 from conformance.compare import relative_error
 from conformance.experts import named_as
@@ -29,9 +30,20 @@ __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")
 
 
-def config_data(**changes: Any) -> dict[str, dict[str, Any]]:
-    """Return the JSON of a float64 CPU config with the given changes: `training__seq_length=16` sets
-    training.seq_length, and keys without a section are those of `distributed`.
+def keys_of(layout: str) -> dict[str, Any]:
+    """Return the keys of a config that a layout names in words as those of `conformance`: `dp2 pp2 zbv zero1 full`."""
+    found, others = dict[str, Any](), []
+    for word in layout.split():
+        if word in ("selective", "full"):
+            found["training__activation_checkpointing"] = word
+        else:
+            others.append(word)
+    return picotron.keys_of(" ".join(others)) | found
+
+
+def config_data(layout: str = "", **changes: Any) -> dict[str, dict[str, Any]]:
+    """Return the JSON of a float64 CPU config with the keys of a layout, see `keys_of`, and the given changes:
+    `training__seq_length=16` sets training.seq_length, and keys without a section are those of `distributed`.
     """
     data: dict[str, dict[str, Any]] = {
         "distributed": {"use_cpu": True},
@@ -39,14 +51,14 @@ def config_data(**changes: Any) -> dict[str, dict[str, Any]]:
         "training": {"seq_length": 16, "micro_batch_size": 2, "total_train_steps": 10, "learning_rate": 1e-2},
         "dataset": {"name": "python-stdlib"},
     }
-    for key, value in changes.items():
+    for key, value in (keys_of(layout) | changes).items():
         section, _, name = key.rpartition("__")
         data.setdefault(section or "distributed", {})[name] = value
     return data
 
 
-def make_config(**changes: Any) -> Config:
-    return parse_config(config_data(**changes))
+def make_config(layout: str = "", **changes: Any) -> Config:
+    return parse_config(config_data(layout, **changes))
 
 
 def drawn_weights(config: PreTrainedConfig, seed: int) -> ReadTensor:

@@ -19,7 +19,7 @@ from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import drawn_weights, make_config, random_rows
+from tests.support.oracle import drawn_weights, random_rows
 from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
@@ -35,17 +35,6 @@ CPU = torch.device("cpu")
 def device_of(config: Config) -> torch.device:
     """Return the device of a training: this process's GPU, unless the config says `use_cpu`."""
     return CPU if config.distributed.use_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-def layout_name(value: Any) -> str | None:
-    """Return the id of a parametrized test: `pp2 tp2` for {"pp_size": 2, "tp_size": 2}."""
-    return " ".join(f"{k.removesuffix('_size')}{v}" for k, v in value.items()) if isinstance(value, dict) else None
-
-
-def pipeline_config(engine: str, pp: int, micro_batches: int = 3, **changes: Any) -> Config:
-    """Return a config with the schedule `engine` on `pp` ranks."""
-    keys = {"training__gradient_accumulation_steps": micro_batches, "dataset__shuffle": False, **changes}
-    return make_config(pp_engine=engine, pp_size=pp, **keys)
 
 
 # --------------------------------------------------------------------------------------------------- a rank's shard

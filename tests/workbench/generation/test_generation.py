@@ -15,7 +15,7 @@ from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from tests.support.messages import error_of
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import layout_name, stage_of
+from tests.support.training import stage_of
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
@@ -25,14 +25,14 @@ PROMPTS = [torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).t
 Prompts = list[list[int]]
 
 
-def run(layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
-    stage = stage_of(make_config(**layout), MODEL)
+def run(layout: str, cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
+    stage = stage_of(make_config(layout), MODEL)
     return [generate(stage, prompts, sampling, len(PROMPTS) - len(prompts)) for prompts, sampling in cases]
 
 
-def results(pool: WorkerPool, layout: dict[str, Any], cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
+def results(pool: WorkerPool, layout: str, cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
     """Generate in a layout, check that all ranks have the same completions, and return them."""
-    first, *others = pool.run(run, make_config(**layout).distributed.world_size, layout, cases)
+    first, *others = pool.run(run, make_config(layout).distributed.world_size, layout, cases)
     assert all(other == first for other in others)
     return first
 
@@ -74,13 +74,13 @@ def allowed_after(tokens: list[int]) -> list[int]:
 
 
 LAYOUTS = [
-    {"pp_size": 2, "pp_engine": "zbv", "dp_size": 2},
-    {"pp_size": 2, "tp_size": 2},
+    "pp2 zbv dp2",
+    "pp2 tp2",
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: str) -> None:
     plain = by_transformers(Sampling(70))
     end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
     likeliest = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
@@ -93,8 +93,8 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
     *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])
     assert_same(few, by_transformers(Sampling(6))[3:4])  # some groups are empty
     assert none == [Completion([], [])] * len(PROMPTS)
-    (alone,) = pool.run(run, 1, {}, cases[-2:])
-    ((tail,),) = pool.run(run, 1, {}, [(PROMPTS[2:], drawn[-1])])
+    (alone,) = pool.run(run, 1, "", cases[-2:])
+    ((tail,),) = pool.run(run, 1, "", [(PROMPTS[2:], drawn[-1])])
     assert_same(tail, alone[-1][2:])
     for ours, theirs in zip(found, [*map(by_transformers, likeliest), *alone], strict=True):
         assert_same(ours, theirs)
@@ -112,9 +112,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 NEW = 9
 
 
-def count_calls(layout: dict[str, Any]) -> tuple[int, Counter[str]]:
+def count_calls(layout: str) -> tuple[int, Counter[str]]:
     """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
-    stage, calls = stage_of(make_config(**layout), MODEL), Counter()
+    stage, calls = stage_of(make_config(layout), MODEL), Counter()
     start = dist.batch_isend_irecv
 
     def start_batch(operations: list[dist.P2POp]) -> Any:
@@ -135,10 +135,10 @@ def test_no_collective_per_token(pool: WorkerPool) -> None:
     completions at the end. With tensor parallelism, its layers add theirs, and the drawn tokens are broadcast.
     """
     forward, tokens = 2 * (1 + 2 * (NEW - 1)), 2 * (NEW - 1)  # of two groups
-    for pp_rank, calls in pool.run(count_calls, 4, {"pp_size": 2, "dp_size": 2}):
+    for pp_rank, calls in pool.run(count_calls, 4, "pp2 dp2"):
         sent, received = ((forward, tokens), (tokens, forward))[pp_rank]
         assert calls == {"all_gather_object": 1, "isend": sent, "irecv": received}
-    for _, calls in pool.run(count_calls, 2, {"tp_size": 2}):
+    for _, calls in pool.run(count_calls, 2, "tp2"):
         per_forward = 1 + 2 * MODEL.num_hidden_layers  # the embedding, and each attention and MLP
         assert calls == {"all_gather_object": 1, "broadcast": NEW, "all_reduce": per_forward * NEW}
 
@@ -146,8 +146,8 @@ def test_no_collective_per_token(pool: WorkerPool) -> None:
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
-def mistake(layout: dict[str, Any], prompts: Prompts, options: dict[str, Any]) -> str:
-    stage = stage_of(make_config(**layout), small_config("mixtral") if "ep_size" in layout else MODEL)
+def mistake(layout: str, prompts: Prompts, options: dict[str, Any]) -> str:
+    stage = stage_of(make_config(layout), small_config("mixtral") if "ep2" in layout else MODEL)
     return error_of(lambda: generate(stage, prompts, Sampling(3, ends=(5,), **options)))
 
 
@@ -158,14 +158,14 @@ def end_only(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "prompts", "options", "problem"),
     [
-        ({"pp_size": 2}, [[1], []], {}, "prompts[1] has no tokens"),
-        ({"dp_size": 2}, [[1, 61]], {}, "prompts[0] has a token that is not in the vocabulary of 61 tokens"),
-        ({}, [[1, 2]], {"allowed_tokens": end_only, "min_new_tokens": 1}, "min_new_tokens=1 excludes the end tokens"),
-        ({"dp_size": 2, "ep_size": 2}, [[1, 2]], {}, "generate with ep_size=1"),
+        ("pp2", [[1], []], {}, "prompts[1] has no tokens"),
+        ("dp2", [[1, 61]], {}, "prompts[0] has a token that is not in the vocabulary of 61 tokens"),
+        ("", [[1, 2]], {"allowed_tokens": end_only, "min_new_tokens": 1}, "min_new_tokens=1 excludes the end tokens"),
+        ("dp2 ep2", [[1, 2]], {}, "generate with ep_size=1"),
     ],
 )
 def test_mistakes_are_errors_on_every_rank(
-    pool: WorkerPool, layout: dict[str, Any], prompts: Prompts, options: dict[str, Any], problem: str
+    pool: WorkerPool, layout: str, prompts: Prompts, options: dict[str, Any], problem: str
 ) -> None:
-    for found in pool.run(mistake, make_config(**layout).distributed.world_size, layout, prompts, options):
+    for found in pool.run(mistake, make_config(layout).distributed.world_size, layout, prompts, options):
         assert problem in found

@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from tests.support.messages import error_of
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
-from tests.support.training import layout_name, step_of, wrapped
+from tests.support.training import step_of, wrapped
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.sequences import pack_sequences
@@ -30,8 +31,8 @@ def global_batch() -> dict[str, Any]:
     return {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "number": torch.arange(8), "factor": 0.5}
 
 
-def config_of(layout: dict[str, Any]) -> Any:
-    return make_config(training__gradient_accumulation_steps=4 // layout.get("dp_size", 1), **layout)
+def config_of(layout: str) -> Any:
+    return make_config(layout, training__gradient_accumulation_steps=4 // sizes_of(layout)["dp"])
 
 
 def run_batch(config: Any) -> dict[str, Any]:
@@ -59,13 +60,13 @@ def log_probs_of(head: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 LAYOUTS = [  # the last stage is on the last ranks, and on the first ones
-    {"pp_size": 2, "dp_size": 2, "pp_engine": "1f1b"},
-    {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
+    "pp2 dp2 1f1b",
+    "pp2 tp2 sp zbv",
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layout: str) -> None:
     config, batch = config_of(layout), global_batch()
     model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
@@ -79,7 +80,7 @@ def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layo
         assert_close(torch.stack(result["losses"]), log_probs[own].view(-1, 32).mean(1) / 2, what="losses")
         assert_close(result["logits"], logits[own], what="logits")
         assert_close(result["outputs"]["log_probs"], log_probs[own], what="log_probs")
-    assert sorted(itertools.chain(*rows)) == sorted(list(range(8)) * layout.get("tp_size", 1))
+    assert sorted(itertools.chain(*rows)) == sorted(list(range(8)) * sizes_of(layout)["tp"])
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -107,7 +108,7 @@ def repeated(rank: int, parts: Batches) -> Batches:
 
 # The layout, what a rank makes of its micro-batches, the sentence, and options of `train_batch`. The model has a window
 # of 16 tokens, as many as a sequence.
-PP, ONES, IGNORED = {"pp_size": 2, "pp_engine": "interleaved_1f1b"}, torch.ones(2, 16), torch.full((2, 16), -100)
+PP, ONES, IGNORED = "pp2 interleaved_1f1b", torch.ones(2, 16), torch.full((2, 16), -100)
 MISTAKES: list[Any] = [
     (PP, lambda rank, parts: [], "at least 1"),
     (PP, every(target_ids=torch.full((2, 16), 9999)), "target_ids have 9999"),
@@ -121,19 +122,19 @@ MISTAKES: list[Any] = [
     (PP, lambda rank, parts: split_batch(global_batch(), 3), "8 sequences"),
     (PP, lambda rank, parts: parts[:3], "for 4 micro-batches, not 3"),
     (PP, rolled("input_ids"), "input_ids of micro-batch 0 differs"),
-    ({"tp_size": 2}, rolled("target_ids"), "target_ids of micro-batch 0 differs"),
-    ({"cp_size": 2}, lambda rank, parts: every(cu_seqlens=torch.tensor([0, 4 + rank, 16, 32]))(rank, parts), "cu_seqlens of micro-batch 0 differs"),
-    ({"tp_size": 2, "sequence_parallel": True}, lambda rank, parts: [{name: part[name][:, :15] for name in TOKENS} for part in parts], "15 tokens on this rank, which sequence_parallel divides"),
-    ({"dp_size": 2}, rolled("input_ids"), "no error"),
-    ({"dp_size": 2}, lambda rank, parts: parts[rank:], "have [2, 1] micro-batches"),
-    ({"dp_size": 2}, lambda rank, parts: every(target_weights=rank * ONES)(rank, parts), "a data-parallel rank sum to 0", {"scope": "dp_rank"}),
-    ({"dp_size": 2}, lambda rank, parts: every(name=f"n{rank}")(rank, parts), "'n0' for some micro-batches only", {"loss_fn": named}),
-    ({"dp_size": 2}, lambda rank, parts: every(cu_seqlens=torch.tensor([0, 16, 32, 48, 64]))(rank, repeated(rank, parts)), "no error"),
-    ({"dp_size": 2}, repeated, "32 tokens is longer than the model's sliding_window=16"),
-    ({"cp_size": 2, "cp_sharding": "contiguous"}, every(), "cp_sharding='zigzag', but the config has 'contiguous'"),
-    ({}, lambda rank, parts: [*parts[:-1], parts[-1] | {"name": "other"}], "'n' for some micro-batches only", {"loss_fn": named}),
-    ({}, every(), "without a gradient", {"loss_fn": lambda *x: cross_entropy(*x).detach()}),
-    ({}, every(), "sum to 0", {"loss_fn": lambda *x: (cross_entropy(*x), 0.0, {})}),
+    ("tp2", rolled("target_ids"), "target_ids of micro-batch 0 differs"),
+    ("cp2", lambda rank, parts: every(cu_seqlens=torch.tensor([0, 4 + rank, 16, 32]))(rank, parts), "cu_seqlens of micro-batch 0 differs"),
+    ("tp2 sp", lambda rank, parts: [{name: part[name][:, :15] for name in TOKENS} for part in parts], "15 tokens on this rank, which sequence_parallel divides"),
+    ("dp2", rolled("input_ids"), "no error"),
+    ("dp2", lambda rank, parts: parts[rank:], "have [2, 1] micro-batches"),
+    ("dp2", lambda rank, parts: every(target_weights=rank * ONES)(rank, parts), "a data-parallel rank sum to 0", {"scope": "dp_rank"}),
+    ("dp2", lambda rank, parts: every(name=f"n{rank}")(rank, parts), "'n0' for some micro-batches only", {"loss_fn": named}),
+    ("dp2", lambda rank, parts: every(cu_seqlens=torch.tensor([0, 16, 32, 48, 64]))(rank, repeated(rank, parts)), "no error"),
+    ("dp2", repeated, "32 tokens is longer than the model's sliding_window=16"),
+    ("cp2 contiguous", every(), "cp_sharding='zigzag', but the config has 'contiguous'"),
+    ("", lambda rank, parts: [*parts[:-1], parts[-1] | {"name": "other"}], "'n' for some micro-batches only", {"loss_fn": named}),
+    ("", every(), "without a gradient", {"loss_fn": lambda *x: cross_entropy(*x).detach()}),
+    ("", every(), "sum to 0", {"loss_fn": lambda *x: (cross_entropy(*x), 0.0, {})}),
 ]  # fmt: skip
 
 
@@ -149,13 +150,13 @@ def error_of_batches(number: int) -> str:
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
 def test_batches_that_do_not_fit_are_an_error_on_every_rank(pool: WorkerPool, number: int) -> None:
     layout, _, sentence, *_ = MISTAKES[number]
-    for found in pool.run(error_of_batches, make_config(**layout).distributed.world_size, number):
+    for found in pool.run(error_of_batches, make_config(layout).distributed.world_size, number):
         assert sentence in found
 
 
 def train_without_zero_grad() -> tuple[str, str]:
     """Return the error of a second step without `zero_grad`, and that of a third one after parameters were frozen."""
-    config = config_of({})
+    config = config_of("")
     model, step, parts = wrapped(config, MODEL), step_of(config, MODEL), split_batch(global_batch(), 4)
     train_batch(step, model, parts)
     second = error_of(lambda: train_batch(step, model, parts))
@@ -181,8 +182,8 @@ def sequences(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     return [{"input_ids": row[:-1], "target_ids": row[1:], "name": i} for i, row in enumerate(rows)]
 
 
-def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    config = make_config(**layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
+def run_packed(layout: str, options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    config = make_config(layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
     model = wrapped(config, MODEL)
     packed = pack_sequences(sequences(lengths), cp_sharding=config.distributed.cp_sharding, **options)
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)
@@ -195,21 +196,21 @@ def run_packed(layout: dict[str, Any], options: dict[str, Any], lengths: Sequenc
 @pytest.mark.parametrize(
     ("layout", "options", "lengths"),
     [
-        ({"pp_size": 2, "pp_engine": "zbv", "tp_size": 2, "sequence_parallel": True}, {"micro_batches": 4}, LENGTHS),
-        ({"dp_size": 3}, {"max_tokens": 31}, LENGTHS),
+        ("pp2 zbv tp2 sp", {"micro_batches": 4}, LENGTHS),
+        ("dp3", {"max_tokens": 31}, LENGTHS),
         # no two fit together, so one of four micro-batches has padding only
-        ({"dp_size": 2, "cp_size": 2, "dp_engine": "zero3"}, {"max_tokens": 12}, (8, 7, 9)),
+        ("dp2 cp2 zero3", {"max_tokens": 12}, (8, 7, 9)),
     ],
 )
 def test_packed_sequences_equal_transformers(
-    pool: WorkerPool, layout: dict[str, Any], options: dict[str, int], lengths: Sequence[int]
+    pool: WorkerPool, layout: str, options: dict[str, int], lengths: Sequence[int]
 ) -> None:
     model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
     expected = []
     for each in sequences(lengths):
         logits = model(input_ids=each["input_ids"][None], use_cache=False).logits[0].detach()
         expected.append(-F.cross_entropy(logits, each["target_ids"], reduction="none"))
-    results = pool.run(run_packed, make_config(**layout).distributed.world_size, layout, options, lengths)
+    results = pool.run(run_packed, make_config(layout).distributed.world_size, layout, options, lengths)
     for result in results:
         assert_close(result["loss"], -torch.cat(expected).mean().item(), what="loss")
         for ours, theirs in zip(result["outputs"] or expected, expected, strict=True):

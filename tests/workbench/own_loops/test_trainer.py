@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
+from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.console import UserError
@@ -42,11 +43,11 @@ from workbench.run.ranks import run_ranks
 from workbench.variants.experts import Experts
 
 
-def config_of(folder: Path, model: LlamaConfig | None = None, **keys: Any) -> Config:
+def config_of(folder: Path, layout: str = "", model: LlamaConfig | None = None, **keys: Any) -> Config:
     """Return the config of four steps of a model without a tokenizer."""
     save_weights(folder / "model", model or tiny_llama(), seed=42)
     keys = {"training__total_train_steps": 4, "training__warmup_steps": 2, "model__pretrained": True, **keys}
-    return make_config(model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
+    return make_config(layout, model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
 
 
 def train_twice(*configs: Config) -> None:
@@ -81,7 +82,7 @@ def test_biases_of_routers_move_in_own_loops(pool: WorkerPool, tmp_path: Path) -
 
 @pytest.mark.processes
 def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"checkpoint__save_frequency": 2, "distributed__dp_size": 2}
+    keys: dict[str, Any] = {"layout": "dp2", "checkpoint__save_frequency": 2}
     half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
     rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
     run_ranks(2, functools.partial(train_twice, half, rest, again))
@@ -136,7 +137,7 @@ def resume_with_all(config: Config) -> None:
 def test_frozen_parameters_stay_and_a_signal_ends_the_loop_with_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     keys = {"training__lr_scheduler": "constant", "training__warmup_steps": 0}
     pool.run(freeze_and_stop, 1, config_of(tmp_path, **keys))
-    pool.run(resume_with_all, 2, config_of(tmp_path, **keys, pp_size=2, checkpoint__load_path="latest"))
+    pool.run(resume_with_all, 2, config_of(tmp_path, "pp2", **keys, checkpoint__load_path="latest"))
     assert (tmp_path / "run" / "step_00000002" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "step_00000002" / "tokenizer.json").exists()
 
@@ -170,7 +171,7 @@ def data_of_its_own(config: Config) -> None:
 
 
 def test_ranks_with_other_data_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(data_of_its_own, 2, config_of(tmp_path, distributed__dp_size=2))
+    pool.run(data_of_its_own, 2, config_of(tmp_path, "dp2"))
 
 
 ROWS = {"input_ids": torch.arange(64).view(4, 16) ** 2 % 61, "target_ids": torch.arange(1, 65).view(4, 16) ** 2 % 61}
@@ -184,17 +185,15 @@ def norms_of_gradients(config: Config) -> dict[str, float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp_size": 4, "sequence_parallel": True},
-        {"pp_size": 2, "dp_size": 2, "dp_engine": "zero1"},
-        {"dp_size": 2, "tp_size": 2, "dp_engine": "zero3"},
+        "tp4 sp",
+        "pp2 dp2 zero1",
+        "dp2 tp2 zero3",
     ],
 )
-def test_the_norms_of_gradients_are_those_of_the_unsharded_model(
-    pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
-) -> None:
+def test_the_norms_of_gradients_are_those_of_the_unsharded_model(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     """The embedding is tied, two ranks share each key/value head, and the norms have replicas."""
     model = tiny_llama(tie_word_embeddings=True, num_attention_heads=8)
-    config = config_of(tmp_path, model, **layout, training__micro_batch_size=4 // layout.get("dp_size", 1))
+    config = config_of(tmp_path, layout, model, training__micro_batch_size=4 // sizes_of(layout)["dp"])
     oracle = oracle_model(model, our_model(model, seed=42).state_dict())
     F.cross_entropy(oracle(ROWS["input_ids"]).logits.flatten(0, 1), ROWS["target_ids"].flatten()).backward()
     expected = {name: p.grad.norm().item() for name, p in oracle.named_parameters() if p.grad is not None}

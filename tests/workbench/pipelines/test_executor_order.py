@@ -14,8 +14,8 @@ from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import placement
-from tests.support.oracle import tiny_llama
-from tests.support.training import CPU, Loader, batches, pipeline_config, wrapped
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, Loader, batches, wrapped
 from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from workbench.pipelines.plan import kept_activations
 from workbench.pipelines.planning import training_schedule
@@ -23,6 +23,10 @@ from workbench.schedules.actions import Action
 from workbench.schedules.checker import add_communication
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import peak_activations
+
+
+def config_of(layout: str, micro_batches: int) -> Config:
+    return make_config(layout, training__gradient_accumulation_steps=micro_batches)
 
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
@@ -81,7 +85,7 @@ def live_activations(config: Config, model_config: LlamaConfig) -> tuple[Any, An
 
 @pytest.mark.parametrize("engine", ["looped_bfs", "zb_h1", "zbv", "dualpipev"])
 def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
-    model_config, config = tiny_llama(num_hidden_layers=6), pipeline_config(engine, 3, 7)
+    model_config, config = tiny_llama(num_hidden_layers=6), config_of(f"pp3 {engine}", 7)
     programs = training_schedule(config).programs
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config)):
         live = set()
@@ -110,7 +114,7 @@ def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], in
 
 @pytest.mark.parametrize("engine", ["interleaved_1f1b", "zbv"])
 def test_each_stage_reduces_once_at_its_reduce_action(pool: WorkerPool, engine: str) -> None:
-    config = pipeline_config(engine, 2, 4, dp_size=2)
+    config = config_of(f"pp2 dp2 {engine}", 4)
     programs = add_communication(training_schedule(config))
     for rank, (events, buckets) in enumerate(
         pool.run(reductions, 4, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))

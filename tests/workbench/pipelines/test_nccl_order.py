@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.nccl_programs import record
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import layout_name
 from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import parse_action
 from workbench.schedules.nccl_calls import Compute, Event, Operation, Program, most_in_flight
@@ -23,32 +22,32 @@ pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 ENGINES = [*SCHEDULES, *(f"executor {name}" for name in LOOPS)]  # the executor runs all schedules except LOOPS anyway
 CHUNKS = [(engine, None) for engine in ENGINES] + [("looped_bfs", 3), ("interleaved_1f1b", 3)]
 LAYOUTS = [  # with several groups
-    {"dp_size": 4},
-    {"cp_size": 4, "dp_size": 2, "training__activation_checkpointing": "full"},
-    {"tp_size": 4, "cp_size": 2, "sequence_parallel": True},  # two tp ranks hold the same key/value head
-    {"pp_size": 2, "cp_size": 2, "dp_size": 2, "cp_engine": "all_gather", "pp_engine": "zb_h1"},
-    {"pp_size": 2, "cp_size": 2, "dp_size": 2, "cp_engine": "ulysses", "pp_engine": "dualpipev"},
-    {"pp_size": 2, "tp_size": 2, "cp_size": 2, "dp_size": 2, "sequence_parallel": True, "pp_engine": "zb_h1"},
-    *({"dp_size": 2, "tp_size": 2, "sequence_parallel": True, "dp_engine": engine} for engine in ("zero1", "zero3")),
+    "dp4",
+    "cp4 dp2 full",
+    "tp4 cp2 sp",  # two tp ranks hold the same key/value head
+    "pp2 cp2 dp2 all_gather zb_h1",
+    "pp2 cp2 dp2 ulysses dualpipev",
+    "pp2 tp2 cp2 dp2 sp zb_h1",
     *(
-        {"pp_size": 2, "cp_size": 2, "dp_size": 2, "pp_engine": schedule, "dp_engine": engine}
+        f"dp2 {others} {engine}"
         for engine in ("zero1", "zero3")
-        for schedule in ("1f1b", "zbv")
+        for others in ("tp2 sp", "pp2 cp2 1f1b", "pp2 cp2 zbv")
     ),
-    {"pp_size": 4, "dp_size": 2, "pp_engine": "interleaved_1f1b", "dp_engine": "zero3"},
+    "pp4 dp2 interleaved_1f1b zero3",
 ]
 
 
 EXPERTS = [
-    {"dp_size": 4},
-    {"pp_size": 2, "tp_size": 2, "dp_size": 2, "sequence_parallel": True, "pp_engine": "zbv"},
-    {"dp_size": 4, "dp_engine": "zero3", "training__activation_checkpointing": "full"},
+    "dp4",
+    "pp2 tp2 dp2 sp zbv",
+    "dp4 zero3 full",
 ]
 
 
-def recorded(layout: dict[str, Any], micro_batches: int, family: str = "llama", tied: bool = False) -> list[Program]:
+def recorded(layout: str, micro_batches: int, family: str = "llama", tied: bool = False, **keys: Any) -> list[Program]:
     """Record a step and an evaluation of a model with one layer per stage, at least two."""
-    config = make_config(training__gradient_accumulation_steps=micro_batches, training__eval_steps=1, **layout)
+    keys |= {"training__gradient_accumulation_steps": micro_batches, "training__eval_steps": 1}
+    config = make_config(layout, **keys)
     layers = max(2, training_schedule(config).num_stages)
     return record(config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied))
 
@@ -59,7 +58,7 @@ def pipeline(folder: Path, engine: str, pp: int, micro_batches: int, chunks: int
         file = folder / f"{pp} {micro_batches}.csv"
         file.write_text(as_csv(build(engine.removeprefix("executor "), pp, micro_batches).programs))
         engine = f"csv:{file}"
-    return recorded({"pp_engine": engine, "pp_size": pp, "pp_chunks": chunks}, micro_batches)
+    return recorded(f"pp{pp}", micro_batches, pp_engine=engine, pp_chunks=chunks)
 
 
 def assert_finishes(programs: list[Program]) -> None:
@@ -86,18 +85,18 @@ def test_pipelines_finish_and_take_as_long_as_simulated(tmp_path: Path, engine: 
             assert played == pytest.approx(simulate_nccl(schedule, unequal).step_time)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
-def test_steps_with_several_groups_finish(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_with_several_groups_finish(layout: str) -> None:
     """The embeddings are tied, so the ends of a pipeline form another group."""
     programs = recorded(layout, 3, tied=True)
     assert_finishes(programs)
     # With ZeRO-3, gradients are reduced while messages of a pipeline are in flight.
-    assert max(map(most_in_flight, programs)) <= (4 if layout.get("dp_engine") == "zero3" else 3)
+    assert max(map(most_in_flight, programs)) <= (4 if "zero3" in layout else 3)
 
 
-@pytest.mark.parametrize("layout", EXPERTS, ids=layout_name)
-def test_steps_with_experts_finish(layout: dict[str, Any]) -> None:
-    assert_finishes(recorded(layout | {"ep_size": 2}, 3, "mixtral"))
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_steps_with_experts_finish(layout: str) -> None:
+    assert_finishes(recorded(f"{layout} ep2", 3, "mixtral"))
 
 
 def time_of(costs: Costs, event: Event) -> float:

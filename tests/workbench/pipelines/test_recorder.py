@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from tests.support.oracle import tiny_llama
-from tests.support.training import CPU, Loader, batches, pipeline_config, step_of, wrapped
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, Loader, batches, step_of, wrapped
 from workbench.drawing.__main__ import main
 from workbench.pipelines.engine import plan_pipeline
 from workbench.pipelines.planning import training_schedule
@@ -27,11 +27,12 @@ def recorded(config: Config, model_config: LlamaConfig) -> None:
         step(model, Loader(batches(4)))
 
 
-@pytest.mark.parametrize(("engine", "more"), [("1f1b", {}), ("zbv", {"tp_size": 2})])
+@pytest.mark.parametrize("layout", ["pp2 1f1b", "pp2 zbv tp2"])
 def test_trace_of_a_step_equals_its_schedule(
-    pool: WorkerPool, engine: str, more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: WorkerPool, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = pipeline_config(engine, 2, 4, logging__trace_steps=[5], checkpoint__save_dir=str(tmp_path), **more)
+    keys = {"logging__trace_steps": [5], "checkpoint__save_dir": str(tmp_path)}
+    config = make_config(layout, training__gradient_accumulation_steps=4, **keys)
     model_config = tiny_llama(num_hidden_layers=4)
     pool.run(recorded, config.distributed.world_size, config, model_config)
     assert [path.name for path in tmp_path.iterdir()] == ["trace_step_00000005.jsonl"]
@@ -42,7 +43,8 @@ def test_trace_of_a_step_equals_its_schedule(
     assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
     for rank in timeline.spans:  # a rank runs one action at a time
         assert all(first.end <= second.start for first, second in itertools.pairwise(rank))
-    searching = pipeline_config("auto", 2, 6, pp_recording=str(tmp_path), **more)
+    search = {"pp_engine": "auto", "pp_recording": str(tmp_path)}
+    searching = make_config(layout, training__gradient_accumulation_steps=6, **search)
     assert plan_pipeline(searching, model_config).schedule.micro_batches == 6
     main(["measured", str(tmp_path), "--step", "5"])
     assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out

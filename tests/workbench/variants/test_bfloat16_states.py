@@ -22,8 +22,8 @@ from workbench.variants.choose import make_optimizer
 STATES = ["bfloat16_moments", "bfloat16"]
 
 
-def config_of(states: str = "bfloat16", **changes: Any) -> Config:
-    return make_config(model__dtype="bfloat16", training__optimizer_states=states, **changes)
+def config_of(states: str, layout: str = "", **changes: Any) -> Config:
+    return make_config(layout, model__dtype="bfloat16", training__optimizer_states=states, **changes)
 
 
 def bits_of(count: int, update: int = 1) -> Tensor:
@@ -106,9 +106,9 @@ def weights_after_updates(config: Config, expected: dict[str, Tensor] | None) ->
 
 
 LAYOUTS = [
-    {"dp_size": 3, "dp_engine": "zero3"},
-    {"pp_size": 2},  # whose two ranks hold the tied matrix
-    {"cp_size": 2, "tp_size": 2, "dp_engine": "zero1", "sequence_parallel": True},  # both tp ranks hold the kv head
+    "dp3 zero3",
+    "pp2",  # whose two ranks hold the tied matrix
+    "cp2 tp2 zero1 sp",  # both tp ranks hold the kv head
 ]
 
 
@@ -116,7 +116,7 @@ LAYOUTS = [
 def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
     (expected,) = pool.run(weights_after_updates, 1, config_of(states), None)
     for layout in LAYOUTS:
-        config = config_of(states, **layout)
+        config = config_of(states, layout)
         found = pool.run(weights_after_updates, config.distributed.world_size, config, expected)
         assert found == [[]] * config.distributed.world_size, layout
 
@@ -127,13 +127,12 @@ def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
 def test_a_run_resumes_in_another_layout(run: Run, tmp_path: Path, first: str, second: str) -> None:
     """With the same states, the run goes on as if it had not stopped; states of the other kind are converted."""
     keys = {"model__dtype": "bfloat16", "training__max_grad_norm": None}
-    zero1, zero3 = ({"dp_size": 2, "dp_engine": engine} for engine in ("zero1", "zero3"))
     model = tiny_llama()
-    run(first_half(tmp_path, zero1, training__optimizer_states=first, **keys), model)
+    run(first_half(tmp_path, "dp2 zero1", training__optimizer_states=first, **keys), model)
     end = keys | {"training__optimizer_states": second}
-    resumed = run_config(tmp_path, zero3, checkpoint__load_path="latest", **end)
+    resumed = run_config(tmp_path, "dp2 zero3", checkpoint__load_path="latest", **end)
     halves = run(resumed, model)
-    whole = run(run_config(tmp_path / "whole", zero3, **end), model)
+    whole = run(run_config(tmp_path / "whole", "dp2 zero3", **end), model)
     assert len(halves["losses"]) == 5
     if first == second:
         assert halves["losses"] == whole["losses"][5:]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from conformance.case import sizes_of
 from conformance.models import WITH_EXPERTS, small_config
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
@@ -24,12 +25,12 @@ from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.model_config import load_model_config
 
 
-def config_of(layout: dict[str, Any]) -> Config:
-    batch = {"training__gradient_accumulation_steps": 4 // layout.get("dp_size", 1), "training__micro_batch_size": 1}
-    return make_config(training__total_train_steps=2, dataset__shuffle=False, **batch, **layout)
+def config_of(layout: str) -> Config:
+    batch = {"training__gradient_accumulation_steps": 4 // sizes_of(layout)["dp"], "training__micro_batch_size": 1}
+    return make_config(layout, training__total_train_steps=2, dataset__shuffle=False, **batch)
 
 
-def loads(layout: dict[str, Any]) -> list[dict[str, float]]:
+def loads(layout: str) -> list[dict[str, float]]:
     """Return the load of the experts of each step."""
     config, model_config = config_of(layout), small_config("mixtral")
     model = wrapped(config, model_config)
@@ -41,11 +42,11 @@ def loads(layout: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def test_the_load_of_experts_is_the_same_in_every_layout(pool: WorkerPool) -> None:
-    (alone,) = pool.run(loads, 1, {})
+    (alone,) = pool.run(loads, 1, "")
     assert all(1 <= each["expert_load"] <= 8 for each in alone)
     for layout in (
-        {"dp_size": 2, "ep_size": 2, "pp_size": 2, "pp_engine": "zb_h1"},
-        {"tp_size": 2, "cp_size": 2, "ep_size": 2, "sequence_parallel": True},
+        "dp2 ep2 pp2 zb_h1",
+        "tp2 cp2 ep2 sp",
     ):
         assert pool.run(loads, 4, layout)[0] == alone
 
@@ -89,28 +90,28 @@ def test_parameters_and_flops_are_those_of_the_model(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "keys", "layout", "sentence"),
     [
-        ("mixtral", {"output_router_logits": True}, {}, "output_router_logits=True"),
-        ("mixtral", {"router_jitter_noise": 0.1}, {}, "router_jitter_noise=0.1"),
-        ("olmoe", {"clip_qkv": 5.0}, {}, "clip_qkv=5.0"),
-        ("olmoe", {"num_experts_per_tok": 9}, {}, "num_experts_per_tok=9 .* exceeds the 8 experts"),
-        ("olmoe", {}, {"dp_size": 3, "ep_size": 3}, "cannot split the model's 8 experts per layer; use a divisor of 1"),
-        ("dots1", {"n_group": 2, "topk_group": 1}, {}, "n_group=2"),
-        ("dots1", {"n_shared_experts": 0}, {}, "needs n_shared_experts"),
+        ("mixtral", {"output_router_logits": True}, "", "output_router_logits=True"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "", "router_jitter_noise=0.1"),
+        ("olmoe", {"clip_qkv": 5.0}, "", "clip_qkv=5.0"),
+        ("olmoe", {"num_experts_per_tok": 9}, "", "num_experts_per_tok=9 .* exceeds the 8 experts"),
+        ("olmoe", {}, "dp3 ep3", "cannot split the model's 8 experts per layer; use a divisor of 1"),
+        ("dots1", {"n_group": 2, "topk_group": 1}, "", "n_group=2"),
+        ("dots1", {"n_shared_experts": 0}, "", "needs n_shared_experts"),
         (
             "mixtral",
             {"routed_scaling_factor": 2.0},
-            {},
+            "",
             "routed_scaling_factor .* has no meaning for model_type='mixtral'",
         ),
-        ("llama", {}, {"dp_size": 2, "ep_size": 2}, "ep_size=2 cannot split the model's 0 experts"),
-        ("qwen3_moe", {"moe_intermediate_size": 13}, {"tp_size": 2}, "tp_size=2 does not divide 13"),
+        ("llama", {}, "dp2 ep2", "ep_size=2 cannot split the model's 0 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": 13}, "tp2", "tp_size=2 does not divide 13"),
     ],
 )
 def test_models_that_cannot_run_are_refused(
-    tmp_path: Path, family: str, keys: dict[str, Any], layout: dict[str, Any], sentence: str
+    tmp_path: Path, family: str, keys: dict[str, Any], layout: str, sentence: str
 ) -> None:
     small_config(family, **keys).save_pretrained(tmp_path)
-    config = make_config(model__name=str(tmp_path), **layout)
+    config = make_config(layout, model__name=str(tmp_path))
     with pytest.raises(UserError, match=sentence):
         check_layout(config, load_model_config(config.model))
 
@@ -119,7 +120,7 @@ def test_models_that_cannot_run_are_refused(
 def test_transformers_loads_a_checkpoint(run: Run, tmp_path: Path, family: str) -> None:
     """Its config has the number of experts under all names."""
     config = small_config(family)
-    found = run(run_config(tmp_path, {"dp_size": 2, "ep_size": 2}, training__total_train_steps=4), config)
+    found = run(run_config(tmp_path, "dp2 ep2", training__total_train_steps=4), config)
     folder = tmp_path / "step_00000004"
     assert with_experts(dict(Llama(config).named_parameters()), config) == found["weights"].keys()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from tests.support.oracle import assert_close, make_config, tiny_llama
-from tests.support.training import pipeline_config, train_steps, wrapped
+from tests.support.training import train_steps, wrapped
 from workbench.pipelines.engine import check_layout
 from workbench.variants.float8 import E4M3, E5M2, float8_linear, float8_product, quantise
 
@@ -56,8 +56,9 @@ def test_gradients_are_products_of_rounded_operands() -> None:
 def losses(float8: bool, compiled: bool) -> tuple[list[float], int]:
     """Train two tp ranks. Returns the losses, and the number of operands that graphs of torch.compile round."""
     torch._dynamo.reset()
-    keys = {"model__float8": float8, "model__dtype": "bfloat16", "training__activation_checkpointing": "full"}
-    config = pipeline_config("1f1b", 1, 2, tp_size=2, sequence_parallel=True, training__compile=compiled, **keys)
+    keys = {"model__float8": float8, "model__dtype": "bfloat16"}
+    keys |= {"training__gradient_accumulation_steps": 2, "training__compile": compiled}
+    config = make_config("tp2 sp full", **keys)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -87,12 +88,12 @@ def test_losses_decrease_as_in_bfloat16_and_are_those_of_compiled_products(pool:
 @pytest.mark.parametrize(
     ("size", "layout", "message"),
     [
-        (52, {}, "intermediate_size / tp_size=52"),
-        (64, {"tp_size": 4}, r"num_attention_heads \* head_dim / tp_size=8"),
-        (64, {"pp_engine": "zb_h1", "pp_size": 2}, "pp_engine='zb_h1'"),
+        (52, "", "intermediate_size / tp_size=52"),
+        (64, "tp4", r"num_attention_heads \* head_dim / tp_size=8"),
+        (64, "zb_h1 pp2", "pp_engine='zb_h1'"),
     ],
 )
-def test_layouts_that_float8_does_not_support_are_refused(size: int, layout: dict[str, Any], message: str) -> None:
-    config = make_config(**layout, model__float8=True, model__dtype="bfloat16")
+def test_layouts_that_float8_does_not_support_are_refused(size: int, layout: str, message: str) -> None:
+    config = make_config(layout, model__float8=True, model__dtype="bfloat16")
     with pytest.raises(UserError, match=message):
         check_layout(config, tiny_llama(intermediate_size=size))

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
-    model, layout, dtype = model_of(True), {"pp_size": 2, "tp_size": 2}, {"model__dtype": "bfloat16"}
+    model, layout, dtype = model_of(True), "pp2 tp2", {"model__dtype": "bfloat16"}
     whole = run(run_config(tmp_path / "whole", layout, **dtype), model)
     run(first_half(tmp_path / "run", layout, **dtype), model)
     half = tmp_path / "run" / "step_00000005"
@@ -45,7 +45,7 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
 
     # A negligible learning rate in a different layout: the weights are written as they were read.
     still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
-    other = run_config(tmp_path / "other", {"pp_size": 3}, **still | dtype, training__total_train_steps=6)
+    other = run_config(tmp_path / "other", "pp3", **still | dtype, training__total_train_steps=6)
     run(other, model)
     again = tensors_of(tmp_path / "other" / "step_00000006", "master")
     assert all(again[name].equal(master) for name, master in masters.items())
@@ -56,7 +56,7 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_p
     records = [{"step": step, "loss": 1.0, "eval_loss": loss} for step, loss in losses.items()]
     write_jsonl(tmp_path / "metrics.jsonl", records)
     keys = {"checkpoint__save_frequency": 2, "checkpoint__keep_last": 1, "checkpoint__keep_best": True}
-    run(run_config(tmp_path, {}, training__eval_frequency=1, **keys))
+    run(run_config(tmp_path, training__eval_frequency=1, **keys))
     assert list(checkpoint_folders(tmp_path)) == [4, 10]
 
 
@@ -70,8 +70,8 @@ def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_p
 def test_a_run_resumes_with_other_data_or_batches(
     run: Run, tmp_path: Path, changes: dict[str, Any], samples: int, tokens: int
 ) -> None:
-    run(first_half(tmp_path, {}))
-    assert len(run(run_config(tmp_path, {}, checkpoint__load_path="latest", **changes))["losses"]) == 5
+    run(first_half(tmp_path))
+    assert len(run(run_config(tmp_path, checkpoint__load_path="latest", **changes))["losses"]) == 5
     state = json.loads((tmp_path / "step_00000010/trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["tokens"]) == (10, samples, tokens)
 

@@ -52,11 +52,11 @@ def mistakes(configs: list[Config], model_config: LlamaConfig) -> list[str]:
 def test_damaged_checkpoints_raise_errors_that_name_the_file(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     """Two ranks verify the checksums, each those of some of the bytes."""
     configs = []
-    run(first_half(tmp_path, {"pp_size": 2}), model_of(True))
+    run(first_half(tmp_path, "pp2"), model_of(True))
     for number, (file, damage, _) in enumerate(DAMAGES):
         folder = Path(shutil.copytree(tmp_path / "step_00000005", tmp_path / f"{number}"))
         damage(folder / file)
-        configs.append(run_config(tmp_path / "run", {"dp_size": 2}, checkpoint__load_path=str(folder)))
+        configs.append(run_config(tmp_path / "run", "dp2", checkpoint__load_path=str(folder)))
     first, second = pool.run(mistakes, 2, configs, model_of(True))
     assert first == second
     for message, (file, _, expected), config in zip(first, DAMAGES, configs, strict=True):
@@ -65,11 +65,11 @@ def test_damaged_checkpoints_raise_errors_that_name_the_file(pool: WorkerPool, r
 
 def test_latest_skips_damaged_checkpoints(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 2, "checkpoint__load_path": "latest"}
-    run(run_config(tmp_path, {}, **keys))
+    run(run_config(tmp_path, **keys))
     assert list(checkpoint_folders(tmp_path)) == [2, 4, 6, 8, 10]
     truncate(tmp_path / "step_00000010" / "model.safetensors")
     flip(tmp_path / "step_00000008" / "exp_avg_sq.safetensors", 5000)
-    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest", checkpoint__save_frequency=None)
+    config = run_config(tmp_path, "dp2", checkpoint__load_path="latest", checkpoint__save_frequency=None)
     for steps, lines in pool.run(warnings_of, 2, config):
         assert steps == 4
         assert len(lines) == 2
@@ -79,21 +79,21 @@ def test_latest_skips_damaged_checkpoints(pool: WorkerPool, run: Run, tmp_path: 
 
 def test_latest_stops_if_no_checkpoint_is_intact(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     keys = {"checkpoint__save_frequency": 5, "checkpoint__load_path": "latest"}
-    run(run_config(tmp_path, {}, **keys))
+    run(run_config(tmp_path, **keys))
     for folder in checkpoint_folders(tmp_path).values():
         (folder / "trainer_state.json").unlink()
     before = sorted(tmp_path.rglob("*"))
-    message = pool.run(mistake, 1, run_config(tmp_path, {}, **keys))[0]
+    message = pool.run(mistake, 1, run_config(tmp_path, **keys))[0]
     assert f"none of the 2 checkpoints in {tmp_path} is intact; choose another load_path" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_checkpoint_of_a_different_model_is_rejected(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
-    run(first_half(tmp_path, {}), model_of(True))
+    run(first_half(tmp_path), model_of(True))
     other = tiny_llama(
         tie_word_embeddings=True, num_attention_heads=8, rope_parameters={"rope_type": "default", "rope_theta": 9.0}
     )
-    config = run_config(tmp_path, {"dp_size": 2}, checkpoint__load_path="latest")
+    config = run_config(tmp_path, "dp2", checkpoint__load_path="latest")
     for line in pool.run(mistake, 2, config, other):
         assert "rope_parameters={'rope_theta': 500.0, 'rope_type': 'default'}, but this run's model has" in line
 
@@ -123,7 +123,7 @@ def checkpoint_of_this_machine(*folders: Path) -> str:
 def test_machines_with_other_checkpoints_of_a_name_are_rejected(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
     folders = []
     for seed in (1, 2):
-        config = run_config(tmp_path / str(seed), {}, training__seed=seed)
+        config = run_config(tmp_path / str(seed), training__seed=seed)
         run(config)
         folders += checkpoint_folders(tmp_path / str(seed)).values()
     sentences = pool.run(checkpoint_of_this_machine, 2, *folders)

@@ -52,7 +52,7 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig) -> list[list[
 def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    layout, keys = {"dp_size": 2, "tp_size": 2}, {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
+    layout, keys = "dp2 tp2", {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
     addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True))
     for step in (1, 2):
         for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
@@ -77,7 +77,7 @@ def train_and_list_what_is_synchronised(config: Config) -> list[Path]:
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    ((*files, folder, parent),) = pool.run(train_and_list_what_is_synchronised, 1, run_config(tmp_path, {}))
+    ((*files, folder, parent),) = pool.run(train_and_list_what_is_synchronised, 1, run_config(tmp_path))
     assert {path.name for path in files} == {path.name for path in (tmp_path / "step_00000010").iterdir()}
     assert (folder, parent) == (tmp_path / "step_00000010.unfinished", tmp_path)
 
@@ -107,7 +107,7 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
     pool: WorkerPool, run: Run, tmp_path: Path, in_background: bool
 ) -> None:
     """The disk fills up within a file, while other ranks still gather; the earlier checkpoint remains usable."""
-    layout, model = {"pp_size": 2, "tp_size": 2}, model_of(True)
+    layout, model = "pp2 tp2", model_of(True)
     keys = {"checkpoint__load_path": "latest", "checkpoint__async_save": in_background}
     run(first_half(tmp_path, layout, **keys), model)
     config = run_config(tmp_path, layout, **keys | {"checkpoint__save_frequency": 6})
@@ -125,7 +125,7 @@ def test_full_disk_raises_the_same_error_on_all_ranks(
 def test_a_finished_run_has_a_checkpoint_unless_the_config_says_none(
     run: Run, tmp_path: Path, frequency: int | None, steps: list[int]
 ) -> None:
-    run(run_config(tmp_path, {}, checkpoint__save_frequency=frequency))
+    run(run_config(tmp_path, checkpoint__save_frequency=frequency))
     assert list(checkpoint_folders(tmp_path)) == steps
 
 
@@ -153,7 +153,7 @@ def test_a_save_dir_that_machines_do_not_share_is_an_error_before_the_first_step
         ("", "rank 1 does not see the files of rank 0 in"),
         ("latest", "rank 1 sees 0 checkpoints in"),
     ):
-        configs = [run_config(folder, {"dp_size": 2}, checkpoint__load_path=load_path) for folder in folders]
+        configs = [run_config(folder, "dp2", checkpoint__load_path=load_path) for folder in folders]
         for sentence in pool.run(start_with_a_folder_of_its_own, 2, *configs):
             assert sentence.startswith(expected)
         checkpoint_folder(folders[0], 1).mkdir(exist_ok=True)

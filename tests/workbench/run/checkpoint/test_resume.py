@@ -57,7 +57,7 @@ def send(pool: WorkerPool, number: int) -> None:
 def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
     pool, generator, unfinished = WorkerPool(), random.Random(0), 0
-    model, layout = tiny_llama(), {"pp_size": 2}
+    model, layout = tiny_llama(), "pp2"
     steps = 10 + 4 * KILLS
     keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
     config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
