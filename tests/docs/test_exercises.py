@@ -28,7 +28,7 @@ SOLUTIONS = Path("docs/solutions")
 
 
 def z_loss() -> dict[str, Tensor]:
-    config = make_config(distributed__tp_size=2, distributed__sequence_parallel=True)
+    config = make_config("tp2 sp")
     model, batches = wrapped(config, tiny_llama()), split_batch({"input_ids": torch.arange(32).view(2, 16)}, 1)
     step = step_of(config, tiny_llama())
     train_batch(step, model, batches, lambda head, x, batch: log_z(head, x).square().mean())

@@ -10,6 +10,7 @@ from conformance.worker_pool import WorkerPool
 from tests.fuzz.cases import CASES, SECTIONS, SEED, SIMPLE, Case, draw_case
 from tests.fuzz.check import check
 from tests.fuzz.pipelines import WRAPPERS
+from tests.support.oracle import keys_of
 
 MODEL = SECTIONS["model"] | {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -18,17 +19,14 @@ MODEL = SECTIONS["model"] | {
 OWN = SECTIONS["data"] | {"kind": "own", "seed": 0}
 
 
-def case_of(tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
-    """Return a case on one process, with changed keys of the config, such as dp=2 or seq_length=7."""
+def case_of(layout: str = "", tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
+    """Return a case in a layout, see `keys_of`, with changed keys of the training, such as seq_length=7."""
     case: Case = SIMPLE | {key: changes.pop(key) for key in list(changes) if key in SIMPLE}
-    config = {"training.seq_length": 8, "training.gradient_accumulation_steps": 2, "training.micro_batch_size": 2}
-    config |= {f"distributed.{axis}_size": changes.pop(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
-    config |= {"training.adam_eps": 1e-4}
-    config |= {key: changes.pop(key) for key in [*changes] if "." in key}
-    for key, value in changes.items():
-        section = "distributed" if key.startswith(("dp_", "pp_", "cp_", "ep_", "sequence")) else "training"
-        section = "checkpoint" if key == "async_save" else section
-        config[f"{section}.{key}"] = value
+    config = {"training.seq_length": 8, "training.micro_batch_size": 2, "training.adam_eps": 1e-4}
+    config |= {f"distributed.{axis}_size": 1 for axis in ("dp", "pp", "cp", "tp")}
+    for key, value in keys_of(f"m2 {layout}").items():
+        config[key.replace("__", ".") if "__" in key else f"distributed.{key}"] = value
+    config |= {key if "." in key else f"training.{key}": value for key, value in changes.items()}
     return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
 
 
@@ -48,36 +46,30 @@ ROUTED = ["backward", "routed", False, 1], ["backward", "routed", True, 3], *UPD
 GIVEN_UP = ["backward", "plain", False, 1], ZERO, BACKWARD, ZERO, ["fails", "forward", 1], ["fails", "backward", 1]
 CORNERS: dict[str, Case] = {
     "length 1": case_of(seq_length=1),
-    "targets of weight 0 outside of the vocabulary": case_of(data={"weights": True}, tp=2, micro_batch_size=8),
-    "forward before the update, zero3 in a pipeline": case_of(dp=2, pp=2, dp_engine="zero3", between=True),
-    "own loss, tied, zero3": case_of(tied=True, data={"loss": "focal"}, dp=2, dp_engine="zero3"),
+    "targets of weight 0 outside of the vocabulary": case_of("tp2", data={"weights": True}, micro_batch_size=8),
+    "forward before the update, zero3 in a pipeline": case_of("dp2 pp2 zero3", between=True),
+    "own loss, tied, zero3": case_of("dp2 zero3", tied=True, data={"loss": "focal"}),
     "head on some ranks only, zero3": case_of(
-        data={"loss": "focal", "ignored": 0.9}, dp=2, dp_engine="zero3", micro_batch_size=1, seq_length=9
+        "dp2 zero3", data={"loss": "focal", "ignored": 0.9}, micro_batch_size=1, seq_length=9
     ),
     "head on some ranks only, zero3, split backward": case_of(
-        data={"loss": "focal", "ignored": 0.9}, dp=2, pp=2, dp_engine="zero3", pp_engine="zb_h1", micro_batch_size=1
+        "dp2 pp2 zero3 zb_h1", data={"loss": "focal", "ignored": 0.9}, micro_batch_size=1
     ),
-    "logits, tied, zero3, recomputation": case_of(
-        tied=True, data={"loss": "logits"}, dp=2, dp_engine="zero3", activation_checkpointing="full"
-    ),
-    "tied, zero3, V": case_of(tied=True, dp=2, pp=2, dp_engine="zero3", pp_engine="zbv", gradient_accumulation_steps=4)
+    "logits, tied, zero3, recomputation": case_of("dp2 zero3 full", tied=True, data={"loss": "logits"}),
+    "tied, zero3, V": case_of("dp2 pp2 zero3 zbv m4")
     | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
-    "last backward fails, zero3": case_of(dp_engine="zero3", fails=True),
-    "last backward fails, zero1": case_of(dp=2, dp_engine="zero1", fails=True),
+    "last backward fails, zero3": case_of("zero3", fails=True),
+    "last backward fails, zero1": case_of("dp2 zero1", fails=True),
     "steps that are given up": in_turn(WRAPPERS, *GIVEN_UP, BACKWARD, *UPDATE, BACKWARD, *UPDATE),
-    "frozen first stage, zero1": case_of(frozen=["embed_tokens", "layers.0."], dp=2, pp=2, dp_engine="zero1"),
-    "frozen norms, zero3, recomputation": case_of(
-        frozen=["norm", "embed_tokens"], dp=2, dp_engine="zero3", activation_checkpointing="full"
-    ),
-    "frozen queries, split backward": case_of(
-        frozen=["q_proj"], pp=2, tp=2, pp_engine="zb_h1", sequence_parallel=True, gradient_accumulation_steps=3
-    ),
+    "frozen first stage, zero1": case_of("dp2 pp2 zero1", frozen=["embed_tokens", "layers.0."]),
+    "frozen norms, zero3, recomputation": case_of("dp2 zero3 full", frozen=["norm", "embed_tokens"]),
+    "frozen queries, split backward": case_of("pp2 tp2 zb_h1 sp m3", frozen=["q_proj"]),
     "one place of a tied matrix is frozen": {
         "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
     },
     "moving biases of routers, recomputation of some": case_of(
-        **{"dp": 2, "pp": 2, "ep_size": 2, "router_bias_rate": 0.1, "activation_checkpointing": "full"},
-        **{"schedule.pp_keep_activations": 1, "gradient_accumulation_steps": 5, "micro_batch_size": 1, "seq_length": 3},
+        "dp2 pp2 ep2 full m5",
+        **{"schedule.pp_keep_activations": 1, "router_bias_rate": 0.1, "micro_batch_size": 1, "seq_length": 3},
     )
     | {"model": MODEL | {"family": "dots1", **FAMILIES["dots1"][0], "first_k_dense_replace": 0}},
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
@@ -95,16 +87,16 @@ CORNERS: dict[str, Case] = {
     "a hook that reads weights, zero3": program_of(
         *(["compute", "pruned"], ["close_and_wrap", "zero3"], ["forward", "no_grad", 31], BACKWARD), ranks=2
     ),
-    "ring of three ranks": case_of(cp=3, seq_length=12),
-    "tied over stages": case_of(tied=True, dp=2, pp=2, gradient_accumulation_steps=3, max_grad_norm=0.1),
-    "norms of heads, and heads that ranks share": case_of(tp=4)
+    "ring of three ranks": case_of("cp3", seq_length=12),
+    "tied over stages": case_of("dp2 pp2 m3", tied=True, max_grad_norm=0.1),
+    "norms of heads, and heads that ranks share": case_of("tp4")
     | {"model": MODEL | {"family": "qwen3", "intermediate_size": 12}},
-    "experts of four ranks, most without tokens": case_of(dp=4, ep_size=2, seq_length=1, micro_batch_size=1)
+    "experts of four ranks, most without tokens": case_of("dp4 ep2", seq_length=1, micro_batch_size=1)
     | {"model": MODEL | {"family": "mixtral", **FAMILIES["mixtral"][1]}},
-    "documents over cp": case_of(cp=2, data={"documents": True, "loss": "focal"}),
-    "preferences over cp": case_of(cp=2, data={"loss": "preference"}),
-    "micro-batches with other numbers of targets": case_of(data={"ignored": 0.5}, gradient_accumulation_steps=3),
-    "weights over dp": case_of(dp=2, data={"weights": True}),
+    "documents over cp": case_of("cp2", data={"documents": True, "loss": "focal"}),
+    "preferences over cp": case_of("cp2", data={"loss": "preference"}),
+    "micro-batches with other numbers of targets": case_of("m3", data={"ignored": 0.5}),
+    "weights over dp": case_of("dp2", data={"weights": True}),
     "load_state_dict": program_of(BACKWARD, STEP, ZERO, ["reload"], BACKWARD, STEP, net="outside"),
 }
 

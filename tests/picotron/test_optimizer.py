@@ -55,7 +55,7 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("states", ["bfloat16_moments", "bfloat16"])
 def test_an_optimizer_goes_on_with_the_bfloat16_states_of_another_one(states: str) -> None:
-    config = make_config(model__dtype="bfloat16", training__optimizer_states=states)
+    config = make_config("bfloat16", training__optimizer_states=states)
     ends = []
     for loads in (False, True):
         layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)

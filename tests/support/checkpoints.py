@@ -30,14 +30,13 @@ BATCH = 8  # sequences in a global batch, in every layout
 def run_config(save_dir: Path, layout: str = "", **changes: Any) -> Config:
     keys = {
         "training__micro_batch_size": BATCH // (2 * sizes_of(layout)["dp"]),
-        "training__gradient_accumulation_steps": 2,
         "training__warmup_steps": 3,
         "training__max_grad_norm": 0.5,
         "dataset__shuffle": False,
         "checkpoint__save_dir": str(save_dir),
         "checkpoint__save_frequency": 100,  # so only the last step is saved
     }
-    return make_config(layout, **keys | changes)
+    return make_config(f"m2 {layout}", **keys | changes)
 
 
 def first_half(save_dir: Path, layout: str = "", **changes: Any) -> Config:

@@ -30,12 +30,23 @@ __all__ = ["relative_error", "tiny_llama", "with_exact_norms"]
 CPU = torch.device("cpu")
 
 
+WORDS = {
+    **dict.fromkeys(("selective", "full"), "training__activation_checkpointing"),
+    **dict.fromkeys(("float32", "bfloat16", "float16"), "model__dtype"),
+    "naive": "dp_engine",
+}
+
+
 def keys_of(layout: str) -> dict[str, Any]:
-    """Return the keys of a config that a layout names in words as those of `conformance`: `dp2 pp2 zbv zero1 full`."""
+    """Return the keys of a config that a layout names, in words of `conformance` such as `dp2 pp2 zbv zero1` and in
+    those of WORDS; `m4` stands for four micro-batches.
+    """
     found, others = dict[str, Any](), []
     for word in layout.split():
-        if word in ("selective", "full"):
-            found["training__activation_checkpointing"] = word
+        if word in WORDS:
+            found[WORDS[word]] = word
+        elif word[0] == "m" and word[1:].isdigit():
+            found["training__gradient_accumulation_steps"] = int(word[1:])
         else:
             others.append(word)
     return picotron.keys_of(" ".join(others)) | found

@@ -79,15 +79,10 @@ def run_with_own_loop(case: Case, folder: Path, part: int) -> dict[str, Any]:
         return run_part(case, folder, part)
 
 
-@pytest.mark.parametrize("engine", ["naive", "bucket", "zero1", "zero3"])
-@pytest.mark.parametrize(("pp", "dp"), [(3, 1), (2, 2)])
-def test_the_loop_equals_transformers(pool: WorkerPool, engine: str, pp: int, dp: int) -> None:
-    keys = {
-        "gradient_accumulation_steps": 3,
-        "max_grad_norm": 0.1,
-        "dp_engine": engine,
-        "dataset.mask_documents": False,
-    }
-    case = case_of(tied=True, data={"kind": "text", "tokenizer": "byte-level"}, pp=pp, dp=dp, **keys)
+@pytest.mark.parametrize("engine", ["naive", "", "zero1", "zero3"])
+@pytest.mark.parametrize("layout", ["pp3", "dp2 pp2"])
+def test_the_loop_equals_transformers(pool: WorkerPool, engine: str, layout: str) -> None:
+    data, keys = {"kind": "text", "tokenizer": "byte-level"}, {"max_grad_norm": 0.1, "dataset.mask_documents": False}
+    case = case_of(f"{layout} {engine} m3", tied=True, data=data, **keys)
     result = check(pool, case | {"model": case["model"] | {"num_hidden_layers": 4}}, run_with_own_loop)
     assert result.outcome == "equal", result.text

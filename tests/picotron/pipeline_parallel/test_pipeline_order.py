@@ -113,7 +113,7 @@ def test_a_step_frees_the_graph_of_a_micro_batch_before_the_next_forward() -> No
 
 def live_outputs(engine: str, micro_batches: int) -> list[int]:
     """Return the number of outputs of this stage that are in memory before each forward of one step."""
-    model = DataParallelBucket(stage_of(make_config(distributed__pp_size=4), tiny_llama(num_hidden_layers=4)))
+    model = DataParallelBucket(stage_of(make_config("pp4"), tiny_llama(num_hidden_layers=4)))
     outputs: list[Any] = []  # weak references to their storages
     live, original = [], pipeline_parallel.forward_step
 

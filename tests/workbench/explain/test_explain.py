@@ -27,10 +27,6 @@ pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
 LAYERS, B, T, D = 3, 2, 16, 32  # of tiny_llama and make_config
 
 
-def config_of(micro_batches: int, layout: str = "", **changes: Any) -> Config:
-    return make_config(layout, training__gradient_accumulation_steps=micro_batches, **changes)
-
-
 def explained(config: Config, model_config: LlamaConfig) -> list[Step]:
     return run_stages(config, model_config, plan_pipeline(config, model_config))
 
@@ -91,8 +87,8 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
 )
 def test_explain_equals_a_real_run(pool: WorkerPool, layout: str, model: dict[str, Any]) -> None:
     """Also with more micro-batches than are played."""
-    length = model.get("max_position_embeddings", T)
-    config, model_config = config_of(5, layout, training__seq_length=length), tiny_llama(**model)
+    config = make_config(f"{layout} m5", training__seq_length=model.get("max_position_embeddings", T))
+    model_config = tiny_llama(**model)
     expected = explained(config, model_config)
     for pp_rank, step in pool.run(really, 4, config, model_config):
         assert step == expected[pp_rank]
@@ -113,7 +109,7 @@ def total(step: Step, axis: str, value: Any = lambda each: 1, **fields: Any) -> 
 def test_all_to_alls_send_each_row_four_times() -> None:
     """docs/expert_parallel.md: 8 k N D bytes per layer and micro-batch in bfloat16, for large ep."""
     model_config = small_config("qwen3_moe")
-    (step,) = explained(config_of(3, "dp2 cp2 ep4", model__dtype="bfloat16"), model_config)
+    (step,) = explained(make_config("dp2 cp2 ep4 m3 bfloat16"), model_config)
     expected = LAYERS * 3 * 8 * model_config.num_experts_per_tok * (B * T // 2) * D * 3 // 4
     assert total(step, "ep", lambda each: each.sent, dtype=torch.bfloat16) == expected
 

@@ -9,7 +9,7 @@ import pytest
 
 import train
 from picotron.console import UserError
-from tests.workbench.explain.test_explain import config_of
+from tests.support.oracle import make_config
 from workbench.explain.measure import cores, find_hardware
 from workbench.run.config_reader import parse_command_line
 
@@ -43,7 +43,7 @@ def test_unknown_hardware_is_rejected(name: str, message: str) -> None:
 @pytest.mark.processes
 def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = config_of(1)
+    config = make_config()
     start = time.perf_counter()
     measured = find_hardware("this", config)
     assert time.perf_counter() - start < 60

@@ -73,35 +73,34 @@ MODEL = {
     "num_key_value_heads": 2,
     "vocab_size": 127,
 }
-CASES = [  # changes of the config, changes of the model
-    ({"model__dtype": "float32"}, {"tie_word_embeddings": True}),
-    ({"distributed__tp_size": 2, "distributed__sequence_parallel": True}, {"attention_bias": True, "mlp_bias": True}),
-    ({"distributed__cp_size": 2, "distributed__cp_engine": "ulysses"}, {"family": "qwen2"}),
-    ({"distributed__tp_size": 2, "model__dtype": "bfloat16", "training__optimizer_states": "bfloat16_moments"}, {"family": "qwen3", "num_key_value_heads": 1}),
-    ({"distributed__pp_size": 2, "distributed__pp_engine": "1f1b"}, {"tie_word_embeddings": True}),
-    ({"training__activation_checkpointing": "full", "distributed__pp_size": 2, "schedule__pp_keep_activations": 1}, {}),
-    ({"training__activation_checkpointing": "selective", "distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {}),
-    ({"model__use_flash_attention": False, "model__dtype": "bfloat16"}, {}),
-    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero3", "model__dtype": "bfloat16"}, {}),
-    ({"distributed__dp_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16", "training__optimizer_states": "bfloat16"}, {}),
-    ({"distributed__dp_size": 2, "distributed__ep_size": 2, "model__dtype": "bfloat16"}, {"family": "mixtral"}),
-    ({"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": "zero3"}, {"family": "qwen3_moe"}),
-    ({"distributed__dp_size": 4, "distributed__ep_size": 2, "distributed__dp_engine": "zero1", "model__dtype": "bfloat16"}, {"family": "qwen3_moe"}),
-    ({"distributed__tp_size": 2, "distributed__sequence_parallel": True, "training__activation_checkpointing": "selective"}, {"family": "olmoe"}),
-    ({"training__activation_checkpointing": "full"}, {"family": "olmoe"}),
-    ({"distributed__dp_size": 2, "distributed__ep_size": 2, "model__dtype": "bfloat16"}, {"family": "dots1"}),
-    ({"distributed__tp_size": 2, "training__activation_checkpointing": "selective"}, {"family": "dots1", "first_k_dense_replace": 0}),
-    ({"distributed__pp_size": 2, "distributed__pp_engine": "zbv"}, {"family": "mixtral"}),
-    ({"distributed__pp_size": 2, "distributed__dp_size": 2, "distributed__ep_size": 2, "distributed__pp_engine": "1f1b"}, {"family": "qwen3_moe", "decoder_sparse_step": 2}),
+CASES = [  # a layout (a pipeline has several micro-batches in flight), and changes of the model and of the config
+    ("float32", {"tie_word_embeddings": True}, {}),
+    ("tp2 sp", {"attention_bias": True, "mlp_bias": True}, {}),
+    ("cp2 ulysses", {"family": "qwen2"}, {}),
+    ("tp2 bfloat16", {"family": "qwen3", "num_key_value_heads": 1}, {"training__optimizer_states": "bfloat16_moments"}),
+    ("pp2 1f1b m5", {"tie_word_embeddings": True}, {}),
+    ("full pp2 m5", {}, {"schedule__pp_keep_activations": 1}),
+    ("selective pp2 zbv m5", {}, {}),
+    ("bfloat16", {}, {"model__use_flash_attention": False}),
+    ("dp2 zero3 bfloat16", {}, {}),
+    ("dp2 zero1 bfloat16", {}, {"training__optimizer_states": "bfloat16"}),
+    ("dp2 ep2 bfloat16", {"family": "mixtral"}, {}),
+    ("dp4 ep2 zero3", {"family": "qwen3_moe"}, {}),
+    ("dp4 ep2 zero1 bfloat16", {"family": "qwen3_moe"}, {}),
+    ("tp2 sp selective", {"family": "olmoe"}, {}),
+    ("full", {"family": "olmoe"}, {}),
+    ("dp2 ep2 bfloat16", {"family": "dots1"}, {}),
+    ("tp2 selective", {"family": "dots1", "first_k_dense_replace": 0}, {}),
+    ("pp2 zbv m5", {"family": "mixtral"}, {}),
+    ("pp2 dp2 ep2 1f1b m5", {"family": "qwen3_moe", "decoder_sparse_step": 2}, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "model"), CASES, ids=str)
+@pytest.mark.parametrize(("layout", "model", "changes"), CASES, ids=str)
 def test_estimated_memory_matches_measured_bytes(
-    pool: WorkerPool, changes: dict[str, Any], model: dict[str, Any]
+    pool: WorkerPool, layout: str, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    micro_batches = 5 if "distributed__pp_size" in changes else 1  # a pipeline has several in flight
-    config = make_config(training__seq_length=64, training__gradient_accumulation_steps=micro_batches, **changes)
+    config = make_config(layout, training__seq_length=64, **changes)
     model_config = tiny_llama(num_hidden_layers=4, **MODEL | model)
     estimates = rank_memory(config, model_config, check_layout(config, model_config))
     for measured in pool.run(measure_rank, config.distributed.world_size, config, model_config):
@@ -122,25 +121,23 @@ def peak_of_step(config: Config, model_config: LlamaConfig) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
-@pytest.mark.parametrize(("family", "ep"), [("llama", 1), ("mixtral", 1), ("olmoe", 1), ("olmoe", 2)])
-def test_estimated_peak_matches_all_tensors_of_a_step(pool: WorkerPool, family: str, ep: int, kind: str) -> None:
-    keys = {"training__activation_checkpointing": kind, "training__gradient_accumulation_steps": 1}
-    keys |= {"distributed__dp_size": ep, "distributed__ep_size": ep}
-    config = make_config(training__seq_length=512, model__dtype="float32", **keys)
+@pytest.mark.parametrize("kind", ["", "selective", "full"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", ""), ("mixtral", ""), ("olmoe", ""), ("olmoe", "dp2 ep2")])
+def test_estimated_peak_matches_all_tensors_of_a_step(pool: WorkerPool, family: str, layout: str, kind: str) -> None:
+    config = make_config(f"{layout} float32 {kind}", training__seq_length=512)
     model = small_config(
         family, **MODEL | {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
     )
     (estimate,) = rank_memory(config, model, check_layout(config, model))
-    for peak in pool.run(peak_of_step, ep, config, model):
+    for peak in pool.run(peak_of_step, config.distributed.world_size, config, model):
         assert estimate.activations + estimate.temporary == pytest.approx(peak, rel=0.06)
 
 
 MEASURED = {  # GB that torch has allocated on an H100 at the peak of a step, see docs/reference/gpu.md
-    ("none", True): 48.57,
+    ("", True): 48.57,
     ("selective", True): 43.73,
     ("full", True): 33.24,
-    ("none", False): 52.32,
+    ("", False): 52.32,
     ("selective", False): 44.26,
     ("full", False): 33.77,
 }
@@ -148,14 +145,8 @@ MEASURED = {  # GB that torch has allocated on an H100 at the peak of a step, se
 
 @pytest.mark.parametrize(("kind", "compiled"), MEASURED)
 def test_estimated_memory_is_that_of_a_gpu(kind: str, compiled: bool) -> None:
-    config = make_config(
-        use_cpu=False,
-        model__dtype="bfloat16",
-        training__compile=compiled,
-        training__activation_checkpointing=kind,
-        training__seq_length=2048,
-        training__micro_batch_size=4,
-    )
+    keys = {"training__seq_length": 2048, "training__micro_batch_size": 4, "training__compile": compiled}
+    config = make_config(f"bfloat16 {kind}", use_cpu=False, **keys)
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "vocab_size": 49152}
     model = LlamaConfig(**sizes, num_attention_heads=32, max_position_embeddings=2048, tie_word_embeddings=True)
     (memory,) = rank_memory(config, model, check_layout(config, model))

@@ -26,8 +26,8 @@ ONLY_LINKS = Hardware(  # computations and latencies take no time, so that nothi
 ONLY_PRODUCTS = dataclasses.replace(ONLY_LINKS, products={"float64": 1.0}, link=1e30, network=1e30)
 
 
-def times(hardware: Hardware, model: dict[str, Any] | None = None, **changes: Any) -> Forecast:
-    config, model_config = make_config(**changes), tiny_llama(**MODEL | (model or {}))
+def times(hardware: Hardware, layout: str, **model: Any) -> Forecast:
+    config, model_config = make_config(layout), tiny_llama(**MODEL | model)
     return forecast(config, model_config, plan_pipeline(config, model_config), hardware)
 
 
@@ -46,7 +46,7 @@ def test_bytes_that_nothing_hides_are_those_of_the_played_step(layout: str) -> N
     """The played step also sends three numbers per token for the loss, norms of gradients and the like: here, they are
     left out.
     """
-    config = make_config(layout, model__dtype="bfloat16", training__gradient_accumulation_steps=2)
+    config = make_config(f"{layout} bfloat16 m2")
     model_config = tiny_llama(**MODEL)
     plan = plan_pipeline(config, model_config)
     found = forecast(config, model_config, plan, ONLY_LINKS).seconds
@@ -67,8 +67,7 @@ def test_flops_are_those_of_the_model(recomputed: bool) -> None:
     instead of 8 in backward, where it computes the scores again.
     """
     T, sequences = 16, 2 * 4
-    changes = {"training__activation_checkpointing": "full" if recomputed else "none"}
-    found = times(ONLY_PRODUCTS, training__gradient_accumulation_steps=4, **changes)
+    found = times(ONLY_PRODUCTS, "m4 full" if recomputed else "m4")
     model = tiny_llama(**MODEL)
     attention, layers = 64 * T, model.num_hidden_layers
     expected = model_cost(model, T).flops - layers * (12 - 7) * attention
@@ -84,20 +83,19 @@ def test_bubble_and_messages_of_a_pipeline_follow_the_formulas() -> None:
     """Equal stages of 1F1B idle for (p - 1)/(m + p - 1) of a step. In ring order, p - 1 messages delay the first
     micro-batch on its way there, and as many on its way back.
     """
-    pipeline = {"distributed__pp_size": 4, "training__gradient_accumulation_steps": 8, "distributed__pp_engine": "1f1b"}
-    found = times(ONLY_PRODUCTS, {"vocab_size": 1}, **pipeline)
+    found = times(ONLY_PRODUCTS, "pp4 1f1b m8", vocab_size=1)
     assert found.seconds.bubble / found.step_time == pytest.approx(3 / 11, rel=0.02)
     message = 2 * 16 * 64 * 8
     slow = dataclasses.replace(ONLY_PRODUCTS, link=message / (0.01 * found.step_time))  # a message: 1 % of a step
-    assert times(slow, {"vocab_size": 1}, **pipeline).seconds.pp >= 0.06 * found.step_time * (1 - 1e-9)
+    assert times(slow, "pp4 1f1b m8", vocab_size=1).seconds.pp >= 0.06 * found.step_time * (1 - 1e-9)
 
 
 def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage() -> None:
-    keys = {"distributed__pp_size": 2, "training__gradient_accumulation_steps": 4, "model__dtype": "bfloat16"}
-    tied, untied = (times(ONLY_LINKS, {"tie_word_embeddings": tied}, **keys).seconds.dp for tied in (True, False))
+    layout = "pp2 m4 bfloat16"
+    tied, untied = (times(ONLY_LINKS, layout, tie_word_embeddings=tied).seconds.dp for tied in (True, False))
     model = tiny_llama(**MODEL)
     assert (tied, untied) == (4 * model.vocab_size * model.hidden_size, 0)
-    in_a_v = times(ONLY_LINKS, {"tie_word_embeddings": True}, **keys, distributed__pp_engine="zbv")
+    in_a_v = times(ONLY_LINKS, f"{layout} zbv", tie_word_embeddings=True)
     assert in_a_v.seconds.dp == 0  # rank 0 has both
 
 
@@ -105,14 +103,14 @@ def test_messages_hide_behind_computation() -> None:
     """A reduction of the gradients takes 400 P here, of which the backward of 128 P hides most of its own time."""
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1}  # several buckets
     both = dataclasses.replace(ONLY_PRODUCTS, link=0.03)
-    exposed = times(both, wide, distributed__dp_size=4)
-    alone = times(dataclasses.replace(ONLY_LINKS, link=0.03), wide, distributed__dp_size=4).seconds.dp
+    exposed = times(both, "dp4", **wide)
+    alone = times(dataclasses.replace(ONLY_LINKS, link=0.03), "dp4", **wide).seconds.dp
     assert alone - 0.7 * exposed.seconds.compute < exposed.seconds.dp < alone - 0.6 * exposed.seconds.compute
-    assert times(both, wide, distributed__dp_size=4, distributed__dp_engine="naive").seconds.dp == pytest.approx(alone)
+    assert times(both, "dp4 naive", **wide).seconds.dp == pytest.approx(alone)
     on_cores = dataclasses.replace(both, cores=4)
-    assert times(on_cores, wide, distributed__dp_size=4).seconds.dp == pytest.approx(alone)
+    assert times(on_cores, "dp4", **wide).seconds.dp == pytest.approx(alone)
     fast = dataclasses.replace(both, link=1.0)  # hidden, except for the last bucket
-    assert times(fast, wide, distributed__dp_size=4).seconds.dp < 0.5 * alone * 0.03
+    assert times(fast, "dp4", **wide).seconds.dp < 0.5 * alone * 0.03
 
 
 def test_only_some_steps_of_a_ring_cross_nodes() -> None:
@@ -152,7 +150,7 @@ def test_invalid_hardware_is_rejected(tmp_path: Path, data: dict[str, Any], mess
 
 def test_a_dtype_without_a_rate_is_rejected() -> None:
     with pytest.raises(UserError, match="no rate of products in float32, only in bfloat16, float64"):
-        times(ONLY_LINKS, model__dtype="float32")
+        times(ONLY_LINKS, "float32")
 
 
 # ------------------------------------------------------------------------------------------------------- published runs
@@ -169,7 +167,7 @@ def test_a_dtype_without_a_rate_is_rejected() -> None:
 def test_errors_of_a_gpu_are_its_own_or_those_of_the_nearest_ones(
     device: str, dp: int, of_this_gpu: bool, kinds: set[str]
 ) -> None:
-    text = describe_errors(make_config(distributed__dp_size=dp), HARDWARE[device], layout=False)
+    text = describe_errors(make_config(f"dp{dp}"), HARDWARE[device], layout=False)
     assert {kind for kind in ERRORS if f"({kind})" in text} == kinds
     assert ("no published run" in text) is not of_this_gpu
 

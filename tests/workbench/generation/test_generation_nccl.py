@@ -63,4 +63,4 @@ def programs_of(config: Config) -> list[Program]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generation_finishes_on_nccl(layout: str) -> None:
-    assert_finishes(programs_of(make_config(layout, training__gradient_accumulation_steps=4)))
+    assert_finishes(programs_of(make_config(f"{layout} m4")))

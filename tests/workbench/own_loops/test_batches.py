@@ -32,7 +32,7 @@ def global_batch() -> dict[str, Any]:
 
 
 def config_of(layout: str) -> Any:
-    return make_config(layout, training__gradient_accumulation_steps=4 // sizes_of(layout)["dp"])
+    return make_config(f"{layout} m{4 // sizes_of(layout)['dp']}")
 
 
 def run_batch(config: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def sequences(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
 
 
 def run_packed(layout: str, options: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    config = make_config(layout, training__gradient_accumulation_steps=options.get("micro_batches", 4))
+    config = make_config(f"{layout} m{options.get('micro_batches', 4)}")
     model = wrapped(config, MODEL)
     packed = pack_sequences(sequences(lengths), cp_sharding=config.distributed.cp_sharding, **options)
     evaluate = make_evaluation(config, plan_pipeline(config, MODEL), CPU)

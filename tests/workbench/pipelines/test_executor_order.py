@@ -25,10 +25,6 @@ from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import peak_activations
 
 
-def config_of(layout: str, micro_batches: int) -> Config:
-    return make_config(layout, training__gradient_accumulation_steps=micro_batches)
-
-
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
     """Run one step, calling `observe(action)` after each action."""
     run = StepState.run
@@ -85,7 +81,7 @@ def live_activations(config: Config, model_config: LlamaConfig) -> tuple[Any, An
 
 @pytest.mark.parametrize("engine", ["looped_bfs", "zb_h1", "zbv", "dualpipev"])
 def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
-    model_config, config = tiny_llama(num_hidden_layers=6), config_of(f"pp3 {engine}", 7)
+    model_config, config = tiny_llama(num_hidden_layers=6), make_config(f"pp3 {engine} m7")
     programs = training_schedule(config).programs
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config)):
         live = set()
@@ -114,7 +110,7 @@ def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], in
 
 @pytest.mark.parametrize("engine", ["interleaved_1f1b", "zbv"])
 def test_each_stage_reduces_once_at_its_reduce_action(pool: WorkerPool, engine: str) -> None:
-    config = config_of(f"pp2 dp2 {engine}", 4)
+    config = make_config(f"pp2 dp2 {engine} m4")
     programs = add_communication(training_schedule(config))
     for rank, (events, buckets) in enumerate(
         pool.run(reductions, 4, config, tiny_llama(num_hidden_layers=4, tie_word_embeddings=True))

@@ -54,7 +54,7 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     monkeypatch.setattr(pgm, "process_group_manager", None)
     m, programs = 6, []
     for rank in range(4):
-        with recorded_rank(rank, make_config(distributed__pp_size=2, distributed__dp_size=2)) as program:
+        with recorded_rank(rank, make_config("pp2 dp2")) as program:
             pipeline = pipeline_of(build(engine, 2, m), [])
             model = DataParallelBucket(pipeline)
             Executor(pipeline.schedule)(model, BatchList(data_of(m)), CPU)

@@ -46,8 +46,7 @@ EXPERTS = [
 
 def recorded(layout: str, micro_batches: int, family: str = "llama", tied: bool = False, **keys: Any) -> list[Program]:
     """Record a step and an evaluation of a model with one layer per stage, at least two."""
-    keys |= {"training__gradient_accumulation_steps": micro_batches, "training__eval_steps": 1}
-    config = make_config(layout, **keys)
+    config = make_config(f"{layout} m{micro_batches}", training__eval_steps=1, **keys)
     layers = max(2, training_schedule(config).num_stages)
     return record(config, tiny_llama(family, num_hidden_layers=layers, tie_word_embeddings=tied))
 

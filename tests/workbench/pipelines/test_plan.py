@@ -33,9 +33,8 @@ from workbench.schedules.schedules import build
 )
 def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "1f1b.csv").write_text(as_csv(build("1f1b", 2, 4).programs))
-    keys = {"pp_engine": "zb_h1", "pp_size": 2, "training__gradient_accumulation_steps": 4, **changes}
-    keys["pp_engine"] = keys["pp_engine"].replace("FILE", f"{tmp_path}/1f1b.csv")
-    config = make_config(**keys)
+    engine = changes.pop("pp_engine", "zb_h1").replace("FILE", f"{tmp_path}/1f1b.csv")
+    config = make_config("pp2 m4", pp_engine=engine, **changes)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         plan_pipeline(config, tiny_llama(num_hidden_layers=6))
     assert len(str(error.value).splitlines()) == 1
@@ -53,8 +52,8 @@ def test_mismatch_is_rejected_in_one_line(changes: dict[str, Any], message: str,
     ],
 )
 def test_what_the_two_loops_do_not_have_comes_from_the_workbench(changes: dict[str, Any]) -> None:
-    assert make_config(distributed__pp_size=2, **changes).needs_workbench
-    assert not make_config(distributed__pp_size=2).needs_workbench
+    assert make_config("pp2", **changes).needs_workbench
+    assert not make_config("pp2").needs_workbench
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_trace_of_a_step_equals_its_schedule(
     pool: WorkerPool, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = {"logging__trace_steps": [5], "checkpoint__save_dir": str(tmp_path)}
-    config = make_config(layout, training__gradient_accumulation_steps=4, **keys)
+    config = make_config(f"{layout} m4", **keys)
     model_config = tiny_llama(num_hidden_layers=4)
     pool.run(recorded, config.distributed.world_size, config, model_config)
     assert [path.name for path in tmp_path.iterdir()] == ["trace_step_00000005.jsonl"]
@@ -43,8 +43,7 @@ def test_trace_of_a_step_equals_its_schedule(
     assert [[span.action for span in rank] for rank in timeline.spans] == add_communication(schedule)
     for rank in timeline.spans:  # a rank runs one action at a time
         assert all(first.end <= second.start for first, second in itertools.pairwise(rank))
-    search = {"pp_engine": "auto", "pp_recording": str(tmp_path)}
-    searching = make_config(layout, training__gradient_accumulation_steps=6, **search)
+    searching = make_config(f"{layout} m6", pp_engine="auto", pp_recording=str(tmp_path))
     assert plan_pipeline(searching, model_config).schedule.micro_batches == 6
     main(["measured", str(tmp_path), "--step", "5"])
     assert f"{tmp_path}, step 5, in seconds" in capsys.readouterr().out

@@ -69,8 +69,7 @@ def problems_of(check: Callable[[], object]) -> tuple[str, ...]:
 def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each config also has the mistakes of the later rounds, which are not reached."""
     monkeypatch.setenv("WORLD_SIZE", "5")
-    misfits = {"pp_size": 9, "cp_size": 2, "cp_engine": "ulysses", "tp_size": 3}
-    misfits |= {"model__float8": True, "model__dtype": "bfloat16"}
+    misfits = {"layout": "pp9 cp2 ulysses tp3 bfloat16", "model__float8": True}
     conflicts = {
         "training__warmup_steps": 300,
         "training__eval_frequency": 300,

@@ -53,9 +53,7 @@ def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Pat
     for folder, (changes, order) in zip(folders, machines, strict=True):
         tiny_llama(**changes).save_pretrained(folder / "model")
         (folder / "order.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
-    config = make_config(
-        model__name="model", pp_size=2, pp_engine="csv:order.csv", training__gradient_accumulation_steps=2
-    )
+    config = make_config("pp2 m2", model__name="model", pp_engine="csv:order.csv")
     found = [pool.run(with_files_of_its_own, 2, config, folders[0], folder) for folder in folders]
     assert found[0] == ["no error"] * 2
     starts = ("the model's rms_norm_eps=0.1, but", "the schedule's SHA-256='")

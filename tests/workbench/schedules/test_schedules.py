@@ -19,7 +19,7 @@ from workbench.schedules.simulate import Costs, computes
 
 def test_names_of_the_config_are_those_of_the_schedules() -> None:
     assert (*SCHEDULES, "auto") == PP_ENGINES
-    configs = {name: make_config(distributed__pp_size=2, distributed__pp_engine=name) for name in PP_ENGINES}
+    configs = {name: make_config(f"pp2 {name}") for name in PP_ENGINES}
     plain = [name for name, config in configs.items() if not config.needs_workbench]
     assert tuple(plain) == LOOPS
 

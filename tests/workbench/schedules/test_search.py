@@ -104,16 +104,15 @@ def test_all_processes_find_the_same_schedule(
 
 
 def auto_config(tmp_path: Path, **changes: Any) -> Any:
-    keys = {"pp_engine": "auto", "pp_size": 2, "training__gradient_accumulation_steps": 6, **changes}
-    if "pp_recording" in keys:
-        keys["pp_recording"] = str(tmp_path)
+    if "pp_recording" in changes:
+        changes["pp_recording"] = str(tmp_path)
         record(tmp_path)
-    return make_config(**keys)
+    return make_config("pp2 auto m6", **changes)
 
 
 def record(folder: Path) -> None:
     """Write the trace of a step of 1F1B on two ranks with six layers."""
-    config, model_config = make_config(distributed__pp_size=2), tiny_llama(num_hidden_layers=6)
+    config, model_config = make_config("pp2"), tiny_llama(num_hidden_layers=6)
     write_trace(folder, 3, simulate(build("1f1b", 2, 4), Costs(weights=[1.0, 3.0])))
     first_line = settings_line(settings_of(config, model_config, plan_pipeline(config, model_config).stages))
     trace = trace_path(folder, 3)

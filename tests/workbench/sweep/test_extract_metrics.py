@@ -32,8 +32,7 @@ def steps(count: int, rate: float = 100.0) -> list[dict[str, Any]]:
 def job(folder: Path, records: list[dict[str, Any]] | None, status: str | None = None, tail: str = "") -> Job:
     """Write the files of a job: config.json, and if given, metrics.jsonl (the records and `tail`) and status.txt."""
     new_job = Job(folder, folder.name)
-    batch = {"training__micro_batch_size": 3, "training__gradient_accumulation_steps": 4}
-    config = config_data(dp_size=2, tp_size=2, **batch, training__total_train_steps=9)
+    config = config_data("dp2 tp2 m4", training__micro_batch_size=3, training__total_train_steps=9)
     new_job.run_folder.mkdir(parents=True)
     new_job.config_file.write_text(json.dumps(config))
     if records is not None:

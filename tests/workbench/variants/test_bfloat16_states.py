@@ -23,7 +23,7 @@ STATES = ["bfloat16_moments", "bfloat16"]
 
 
 def config_of(states: str, layout: str = "", **changes: Any) -> Config:
-    return make_config(layout, model__dtype="bfloat16", training__optimizer_states=states, **changes)
+    return make_config(f"{layout} bfloat16", training__optimizer_states=states, **changes)
 
 
 def bits_of(count: int, update: int = 1) -> Tensor:
@@ -126,13 +126,12 @@ def test_every_layout_rounds_alike(pool: WorkerPool, states: str) -> None:
 )
 def test_a_run_resumes_in_another_layout(run: Run, tmp_path: Path, first: str, second: str) -> None:
     """With the same states, the run goes on as if it had not stopped; states of the other kind are converted."""
-    keys = {"model__dtype": "bfloat16", "training__max_grad_norm": None}
-    model = tiny_llama()
-    run(first_half(tmp_path, "dp2 zero1", training__optimizer_states=first, **keys), model)
-    end = keys | {"training__optimizer_states": second}
-    resumed = run_config(tmp_path, "dp2 zero3", checkpoint__load_path="latest", **end)
+    model, end = tiny_llama(), {"training__max_grad_norm": None, "training__optimizer_states": second}
+    start = end | {"training__optimizer_states": first}
+    run(first_half(tmp_path, "dp2 zero1 bfloat16", **start), model)
+    resumed = run_config(tmp_path, "dp2 zero3 bfloat16", checkpoint__load_path="latest", **end)
     halves = run(resumed, model)
-    whole = run(run_config(tmp_path / "whole", "dp2 zero3", **end), model)
+    whole = run(run_config(tmp_path / "whole", "dp2 zero3 bfloat16", **end), model)
     assert len(halves["losses"]) == 5
     if first == second:
         assert halves["losses"] == whole["losses"][5:]

@@ -26,8 +26,8 @@ from workbench.run.model_config import load_model_config
 
 
 def config_of(layout: str) -> Config:
-    batch = {"training__gradient_accumulation_steps": 4 // sizes_of(layout)["dp"], "training__micro_batch_size": 1}
-    return make_config(layout, training__total_train_steps=2, dataset__shuffle=False, **batch)
+    keys = {"training__total_train_steps": 2, "training__micro_batch_size": 1, "dataset__shuffle": False}
+    return make_config(f"{layout} m{4 // sizes_of(layout)['dp']}", **keys)
 
 
 def loads(layout: str) -> list[dict[str, float]]:

@@ -24,8 +24,8 @@ STEPS, START, INTERVAL = 45, 2.0**23, 12  # gradients overflow with this scale, 
 
 
 def config_of(folder: Path, layout: str = "", **changes: Any) -> Config:
-    keys = {"model__dtype": "float16", "training__total_train_steps": STEPS, "training__learning_rate": 3e-3}
-    return run_config(folder, layout, **keys | changes)
+    keys = {"training__total_train_steps": STEPS, "training__learning_rate": 3e-3}
+    return run_config(folder, f"{layout} float16", **keys | changes)
 
 
 def with_scale(config: Config) -> dict[str, Any]:

@@ -56,9 +56,7 @@ def test_gradients_are_products_of_rounded_operands() -> None:
 def losses(float8: bool, compiled: bool) -> tuple[list[float], int]:
     """Train two tp ranks. Returns the losses, and the number of operands that graphs of torch.compile round."""
     torch._dynamo.reset()
-    keys = {"model__float8": float8, "model__dtype": "bfloat16"}
-    keys |= {"training__gradient_accumulation_steps": 2, "training__compile": compiled}
-    config = make_config("tp2 sp full", **keys)
+    config = make_config("tp2 sp full m2 bfloat16", model__float8=float8, training__compile=compiled)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -94,6 +92,6 @@ def test_losses_decrease_as_in_bfloat16_and_are_those_of_compiled_products(pool:
     ],
 )
 def test_layouts_that_float8_does_not_support_are_refused(size: int, layout: str, message: str) -> None:
-    config = make_config(layout, model__float8=True, model__dtype="bfloat16")
+    config = make_config(f"{layout} bfloat16", model__float8=True)
     with pytest.raises(UserError, match=message):
         check_layout(config, tiny_llama(intermediate_size=size))

@@ -3,7 +3,6 @@ vectors.
 """
 
 import functools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,12 +36,8 @@ LAYER, EMBEDDING, HEAD = part_parameters(MODEL)
 ALL = EMBEDDING + LAYERS * LAYER + HEAD
 
 
-def config_of(layout: str, **changes: Any) -> Config:
-    return make_config(layout, training__gradient_accumulation_steps=MICRO_BATCHES, **changes)
-
-
 def test_weights_are_gathered_once_per_step_in_a_pipeline() -> None:
-    config = config_of("dp2 pp2 zero3", model__dtype="bfloat16")
+    config = make_config(f"dp2 pp2 zero3 bfloat16 m{MICRO_BATCHES}")
     for step in run_stages(config, MODEL, plan_pipeline(config, MODEL)):
         parameters = 2 * step.parameters  # of which this rank holds half
         assert total(step, "cp_dp", lambda each: each.size, operation="all-gather") == 2 * parameters
@@ -69,10 +64,10 @@ def full_weights(config: Config, model_config: LlamaConfig) -> tuple[int, int]:
     return most, existing()
 
 
-@pytest.mark.parametrize("checkpointing", ["", " full"])
+@pytest.mark.parametrize("checkpointing", ["", "full"])
 def test_full_weights_of_two_units_exist_at_the_same_time(pool: WorkerPool, checkpointing: str) -> None:
     """Those of the unit that computes and of the one after it, in forward and in backward."""
-    config = config_of(f"dp2 zero3{checkpointing}")
+    config = make_config(f"dp2 zero3 m3 {checkpointing}")
     for most, after in pool.run(full_weights, 2, config, MODEL):
         assert most == 8 * (LAYER + max(LAYER, EMBEDDING, HEAD))
         assert after == 0
@@ -93,7 +88,7 @@ def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
 
 def test_all_layers_share_one_compiled_graph_and_the_loss_has_another(pool: WorkerPool) -> None:
     """The hooks that gather weights are not compiled."""
-    config = config_of("dp2 zero3", training__compile=True)
+    config = make_config("dp2 zero3 m3", training__compile=True)
     assert pool.run(graphs_of_compiled_layers, 2, config) == [{"graphs": 2, "breaks": 0}] * 2
 
 

@@ -52,8 +52,8 @@ def save_twice_in_a_row(config: Config, model_config: LlamaConfig) -> list[list[
 def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    layout, keys = "dp2 tp2", {"checkpoint__async_save": True, "model__dtype": "bfloat16"}
-    addresses = pool.run(save_twice_in_a_row, 4, run_config(tmp_path, layout, **keys), model_of(True))
+    config = run_config(tmp_path, "dp2 tp2 bfloat16", checkpoint__async_save=True)
+    addresses = pool.run(save_twice_in_a_row, 4, config, model_of(True))
     for step in (1, 2):
         for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
             tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)

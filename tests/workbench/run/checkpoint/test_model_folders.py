@@ -107,9 +107,9 @@ def test_weights_are_those_of_transformers_or_refused(
 
 
 def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run, tmp_path: Path) -> None:
-    folder, keys = tmp_path / "my run", {"model__dtype": "bfloat16", "checkpoint__save_frequency": 5}
+    folder, keys = tmp_path / "my run", {"checkpoint__save_frequency": 5}
     mixture = {str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0}
-    run(run_config(folder, "dp2", dataset__mixture=mixture, **keys))
+    run(run_config(folder, "dp2 bfloat16", dataset__mixture=mixture, **keys))
     write_jsonl(folder / "metrics.jsonl", [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}])
     checkpoint, exported = folder / "step_00000005", tmp_path / "model"
     (checkpoint / "model.safetensors").rename(tmp_path / "blob")

@@ -87,7 +87,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> N
 
 def signal_on_one_rank(folder: str) -> int:
     setup_process_group_manager(1, 1, 1, 3)
-    results = Metrics(make_config(checkpoint__save_dir=folder, dp_size=3), tiny_llama(), CPU, torch.float64)
+    results = Metrics(make_config("dp3", checkpoint__save_dir=folder), tiny_llama(), CPU, torch.float64)
     received, one = signal.SIGUSR1 if dist.get_rank() == 1 else 0, torch.ones(())
     return results.end_step(Progress(step=1), one, one, 0.1, received)[1]
 
