@@ -23,7 +23,6 @@ def case_of(layout: str = "", tied: bool = False, data: dict[str, Any] | None = 
     """Return a case in a layout, see `keys_of`, with changed keys of the training, such as seq_length=7."""
     case: Case = SIMPLE | {key: changes.pop(key) for key in list(changes) if key in SIMPLE}
     config = {"training.seq_length": 8, "training.micro_batch_size": 2, "training.adam_eps": 1e-4}
-    config |= {f"distributed.{axis}_size": 1 for axis in ("dp", "pp", "cp", "tp")}
     for key, value in keys_of(f"m2 {layout}").items():
         config[key.replace("__", ".") if "__" in key else f"distributed.{key}"] = value
     config |= {key if "." in key else f"training.{key}": value for key, value in changes.items()}
