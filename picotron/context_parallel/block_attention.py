@@ -73,7 +73,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, new_shape: bool
     if not new_shape and prefers_cudnn(q, k, v, causal):
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
         return out, lse.squeeze(-1)
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if q.dtype == torch.bfloat16:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     queries_per_kv = q.size(1) // k.size(1)  # this kernel needs a key/value head for each query head
     k, v = (x.repeat_interleave(queries_per_kv, dim=1) for x in (k, v))
@@ -113,7 +113,7 @@ def block_backward(
             0.0,
             causal,
         )
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if q.dtype == torch.bfloat16:
         return aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, random_state, random_state
         )

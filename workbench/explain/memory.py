@@ -215,7 +215,7 @@ def attention_bytes(config: "Config", s: Sizes) -> int:
     if not config.model.use_flash_attention:
         return (3 * s.queries + s.heads * config.training.seq_length) * s.wide + output
     kv = s.kv
-    if not layout.use_cpu and s.number > 2 and (ulysses or layout.cp_size == 1):
+    if not layout.use_cpu and config.model.dtype != "bfloat16" and (ulysses or layout.cp_size == 1):
         kv = s.queries
     return (2 * s.queries + 2 * kv) * s.number + s.heads * s.wide + ulysses * output
 

@@ -74,7 +74,7 @@ def packed_attention(
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
-    if attention_fn is not fused_attention or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+    if attention_fn is not fused_attention or not q.is_cuda or q.dtype != torch.bfloat16:
         return attend_per_document(q, k, v, documents, attention_fn)
     from torch.nn.attention.varlen import varlen_attn  # earlier versions of torch, which suffice for CPUs, lack it
 

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from picotron.context_parallel import block_attention
 from picotron.context_parallel.block_attention import block_backward, block_forward
+from picotron.model.llama import fused_attention
+from workbench.variants import packed
 
 B, H, K, T, S, D = 2, 8, 4, 64, 32, 16
 
@@ -40,6 +42,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
     [
         (True, torch.bfloat16, "aten._scaled_dot_product_cudnn_attention"),
         (False, torch.bfloat16, "aten._scaled_dot_product_flash_attention"),
+        (False, torch.float16, "aten._scaled_dot_product_efficient_attention"),
         (False, torch.float32, "aten._scaled_dot_product_efficient_attention"),
     ],
 )
@@ -105,3 +108,16 @@ def test_cudnn_is_used_where_torch_would_choose_it(choice: int, expected: bool) 
         assert not block_attention.prefers_cudnn(q, part, part, True)
         assert ask.call_args.kwargs == {"enable_gqa": True}
         assert not block_attention.prefers_cudnn(torch.zeros(1), torch.zeros(1), torch.zeros(1), True)
+
+
+def test_float16_needs_no_flash_kernel() -> None:
+    """GPUs before Ampere, for which float16 is, have none. Only flash kernels share heads and know documents."""
+    mode = FakeTensorMode()
+    q, k = (fake(mode, 1, heads, S, D, dtype=torch.float16) for heads in (H, K))
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention") as attend:
+        fused_attention(q, k, k)
+    assert attend.call_args.args[1].shape == q.shape
+    assert not attend.call_args.kwargs["enable_gqa"]
+    with mock.patch.object(packed, "attend_per_document") as attend:
+        packed.packed_attention(q, k, k, mock.Mock())
+    attend.assert_called_once()
