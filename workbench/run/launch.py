@@ -159,8 +159,10 @@ def init_process_group(
     # cause, not within the first step. torch takes gloo for a backend that does the same, and fails.
     device_id = device if backend == "nccl" else None
     # Of several communicators at once, NCCL then starts kernels in the order of their calls, without which ranks could
-    # wait for each other's. And ranks may compile a first step for longer than NCCL's 10 minutes.
+    # wait for each other's.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # Ranks may compile a first step for longer than NCCL's 10 minutes. `new_group` reads this default, not `members`.
+    dist.distributed_c10d.default_pg_nccl_timeout = TIMEOUT
     members: dict[str, Any] = {"timeout": TIMEOUT}
     if not is_launched():
         check_world_size(config.distributed, 1)

@@ -135,6 +135,16 @@ def test_only_nccl_is_bound_to_its_device(backend: str | None, is_bound: bool) -
     assert init.call_args.kwargs["device_id"] == (device if is_bound else None)
 
 
+def test_all_groups_wait_as_long_as_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`new_group` takes the default of its backend, not the timeout of the default group."""
+    c10d = dist.distributed_c10d
+    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))  # None in builds for CPUs
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(launch, "check_same_config"):
+        init_process_group(make_config(), torch.device("cpu"))
+    for backend in ("gloo", "nccl"):
+        assert c10d._get_default_timeout(dist.Backend(backend)) == launch.TIMEOUT
+
+
 def test_a_hub_that_does_not_answer_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
