@@ -53,7 +53,7 @@ def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: An
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # a GPU is waited for once
     expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
-    order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+    order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
     inverse = order.argsort()
     # Each step takes the name of the one before, so that its memory is free as soon as possible.
     rows = Permute.apply(Exchange.apply(rows, sent, received, group), order, inverse)
