@@ -204,7 +204,7 @@ def map_token_files(folder: Path, config: Config, model_config: PreTrainedConfig
 
 def check_contents(folder: Path, data: Text | Samples, digest: str, model_config: PreTrainedConfig) -> None:
     """Raise a UserError if files are not those that were written, or if tokens are not in the model's vocabulary, which
-    tensor parallelism would take for tokens of another rank.
+    tensor parallelism would take for tokens of another rank, or if a target would count several times.
     """
     if digest and digest_of(folder) != digest:
         raise UserError(f"files in {folder} differ from those that were written; copy the whole folder again")
@@ -213,11 +213,16 @@ def check_contents(folder: Path, data: Text | Samples, digest: str, model_config
             f"{folder} has the token {largest}, but the model's vocab_size is {model_config.vocab_size}; tokenise the data "
             f"again, with a tokenizer of this model"
         )
+    if isinstance(data, Samples) and (data.counted.max() > 1 or data.lengths.min() < 0):
+        raise UserError(
+            f"{folder} has a number in counted that is not 0 or 1, or a negative one in lengths; correct it"
+        )
 
 
 def check_tokenizer(folder: Path, trained: Path) -> None:
     """Raise a UserError if a number stands for different tokens in two tokenizers. (Either may have more tokens.)"""
-    ours, theirs = ({i: token for token, i in read_vocabulary(each).items()} for each in (folder, trained))
+    vocabularies = (AutoTokenizer.from_pretrained(each).get_vocab() for each in (folder, trained))
+    ours, theirs = ({i: token for token, i in each.items()} for each in vocabularies)
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:
             raise UserError(
@@ -225,12 +230,6 @@ def check_tokenizer(folder: Path, trained: Path) -> None:
                 f"which it is {theirs[number]!r}; tokenise the data with that tokenizer (model.tokenizer={str(trained)!r}), or "
                 f"start from random weights"
             )
-
-
-def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Return the number of each token of a tokenizer."""
-    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
-    return vocabulary
 
 
 def check_end(section: Dataset, end: int | None) -> None:

@@ -153,14 +153,24 @@ def test_random_damage_that_keeps_the_sizes_is_found(
     assert sum("copy the whole folder again" in each for each in found) > 20  # others, by wrong lengths
 
 
-def test_tokens_outside_of_the_vocabulary_are_found(pool: WorkerPool, folders: dict[str, Path]) -> None:
+WRONG = {
+    "tokens.uint16": ("text", 300, "has the token 300, but the model's vocab_size is 300"),
+    "counted.uint8": ("samples", 2, "has a number in counted that is not 0 or 1"),
+    "lengths.int64": ("samples", -1, "or a negative one in lengths"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_numbers_out_of_range_are_found(pool: WorkerPool, folders: dict[str, Path], name: str) -> None:
     """In a folder that a program of the user has written, which may leave out the digest."""
-    tokens = np.memmap(folders["text"] / "tokens.uint16", np.uint16, "r+")
-    tokens[-2] = 300
-    tokens.flush()
-    damage(folders["text"], {"digest": ""})
-    (found,) = pool.run(load_each, 1, [[folders["text"]]])
-    assert "has the token 300, but the model's vocab_size is 300" in found[0]
+    kind, value, message = WRONG[name]
+    numbers = np.memmap(folders[kind] / name, name.split(".")[1], "r+")
+    if value < 0:
+        numbers[0] += numbers[-2] - value  # the sum of lengths is the number of tokens
+    numbers[-2] = value
+    damage(folders[kind], {"digest": ""})
+    (found,) = pool.run(load_each, 1, [[folders[kind]]])
+    assert message in found[0]
 
 
 def test_token_files_of_another_tokenizer_than_the_models_are_found(
