@@ -156,7 +156,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "step dp2 ep2 mixtral"),
         ("expert_gradients_divided_by_all", "gradient_scale=1 / ep_size", "gradient_scale=1 / grid.cp_dp_world_size",
          "fuzz", "step dp4 ep2 mixtral"),
-        ("rows_of_ranks_not_sorted", "expert.repeat_interleave(arriving.flatten()).argsort(stable=True)",
+        ("rows_of_ranks_not_sorted", "expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)",
          "expert.new_tensor(range(sum(received)))", "fuzz", "step dp2 ep2 mixtral")],
     "workbench/variants/experts.py": [
         ("router_not_summed", "place(block.gate.weight, sum_over=grid.tp_group)",

@@ -77,4 +77,4 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_teacher_that_the_run_would_move_is_refused(tmp_path: Path) -> None:
     (folder := tmp_path / "run" / "step_00000002").mkdir(parents=True)
     with pytest.raises(UserError, match=r"--teacher=.* is in checkpoint\.save_dir"):
-        distillation.train(config_of(tmp_path, {}), str(folder), TEMPERATURE)
+        distillation.train(config_of(tmp_path, ""), str(folder), TEMPERATURE)

@@ -89,7 +89,7 @@ def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -> None:
-    config, models = config_of(tmp_path), []
+    config, models, handler = config_of(tmp_path), [], signal.getsignal(signal.SIGINT)
     for _ in range(2):
         with contextlib.suppress(EOFError), set_up(config, Data("", None, random_rows(config))) as trainer:
             models.append(weakref.ref(trainer.model))
@@ -98,7 +98,7 @@ def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -
             raise EOFError
     with pytest.raises(SystemExit), set_up(config, Data()) as trainer:
         trainer.stop = signal.SIGINT
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     del trainer
     gc.collect()
     assert [model() for model in models] == [None, None]
