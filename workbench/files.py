@@ -120,7 +120,7 @@ def parse_json(text: str | bytes, source: str) -> Any:
         raise UserError(f"{source} is not UTF-8; convert the file to UTF-8") from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno:,}, column {error.colno:,}" if "\n" in error.doc else f"column {error.colno:,}"
-        raise UserError(f"{source} is not valid JSON: {error.msg} at {place}") from None
+        raise UserError(f"{source} is not valid JSON: {error.msg.removesuffix(' at')} at {place}") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; simplify it") from None
     except ValueError as error:  # a key that occurs twice, a number with too many digits

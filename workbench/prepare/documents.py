@@ -331,8 +331,7 @@ def _read_csv(path: Path, _: Columns, delimiter: str = ",") -> Iterator[list[Rec
     with _opened(path) as file:
         rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         try:
-            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
-                raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
+            check_names(rows.fieldnames or (), path)
             for row in rows:
                 place = f"{path}, line {rows.line_num:,}"
                 if None in row or None in row.values():
@@ -353,6 +352,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[list[Record]]:
             table = pyarrow.parquet.ParquetFile(file)
         except pyarrow.ArrowException as error:
             raise UserError(f"{path} is not a valid parquet file: {first_line(error)}; check it") from None
+        check_names(table.schema_arrow.names, path)
         names = columns_of(columns, table.schema_arrow.names, str(path))
         batches = table.iter_batches(ROWS, columns=names)
         rows = (row for batch in batches for row in zip(*batch.columns, strict=True))
@@ -376,6 +376,11 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
+
+
+def check_names(names: Iterable[str], path: Path) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
 
 
 def columns_of(columns: Columns, names: list[str], source: str) -> list[str]:

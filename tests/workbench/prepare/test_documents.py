@@ -196,7 +196,9 @@ LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 
 
 def parquet(**columns: Any) -> bytes:
-    pyarrow.parquet.write_table(pyarrow.table(columns), file := io.BytesIO())
+    pyarrow.parquet.write_table(
+        pyarrow.table([*columns.values()], [name.rstrip("_") for name in columns]), file := io.BytesIO()
+    )
     return file.getvalue()
 
 
@@ -225,6 +227,7 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
             r"a\.txt\.gz is not UTF-8 \(invalid start",
         ),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', "line 3: the record is not valid JSON: .* at column 10"),
+        ("a.jsonl", b'{"text": "a', "JSON: Unterminated string starting at column 10"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', "line 2: .*text_column='text' has no text there, but the int 1"),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "line 1: the record is not UTF-8; convert the file"),
         ("a.json", b'{\n"text": "a"}', "a record has several lines"),
@@ -235,6 +238,7 @@ def test_compressed_files_are_read(tmp_path: Path, kind: str) -> None:
         ("a.json", b'[{"text": "a"}, {"n": 1}]', "record 2: dataset.text_column='text' has no text there"),
         ("a.csv", b'n,text\n1,"a\nb"\n2\n', "line 4: the row should have 2 values"),
         ("a.csv", b"text,text\n1,a\n", "two columns have the name 'text'"),
+        ("a.parquet", parquet(text=["a"], text_=["b"]), "two columns have the name 'text'"),
         ("a.parquet", b"PAR1 nothing", "is not a valid parquet file"),
         ("a.parquet", parquet(text=[["a"]]), "row 1: dataset.text_column='text' has no text there, but the list"),
         ("a.parquet", parquet(n=[1], body=["a"]), r"text_column='text': .* no such column; use one of \['n', 'body'\]"),
