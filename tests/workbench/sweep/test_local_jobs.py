@@ -16,8 +16,9 @@ from workbench.sweep import local_jobs
 from workbench.sweep.jobs import Job
 from workbench.sweep.local_jobs import run_local_jobs
 
+pytestmark = pytest.mark.processes
 
-@pytest.mark.processes
+
 @pytest.mark.parametrize(
     ("said", "status"), [("stopped by SIGTERM, without an error", "cancelled"), ("out of memory", "oom"), ("", "fail")]
 )
