@@ -251,7 +251,7 @@ class Trainer:
             raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
         self.progress = checkpoint.progress(data.fingerprint, training) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
-        self.samples_read, self.first_sample = 0, self.progress.samples
+        self.position: int | None = None  # in the data, after what `next_batches` has read
 
         weights = checkpoint.weights() if checkpoint else initial_weights(self.model_config, training.seed)
         self.model = build_model(config, self.model_config, plan.wrap, device, dtype, weights, frozen)
@@ -295,7 +295,8 @@ class Trainer:
         """
         if self.loader is None:
             raise UserError("the run has data of its own; call set_up without them, or pass batches to `split`")
-        self.samples_read += self.loader.global_batch_size
+        start = self.progress.samples if self.position is None else self.position
+        self.position = start + self.loader.global_batch_size
         return [next(self.loader) for _ in range(self.loader.grad_acc_steps)]
 
     def next_samples(self, size: int, rows: int = 1, steps: int = 1) -> list[int]:
@@ -315,6 +316,7 @@ class Trainer:
         if (size_of_batch := self.config.global_batch_size) % rows:
             raise UserError(f"a batch of {size_of_batch} rows cannot have samples of {rows} rows; make it a multiple")
         count, first = size_of_batch // rows, self.progress.samples // rows
+        self.position = None  # a step moves on by a global batch
         if steps > 1:  # a run can end between the steps of a batch, which it then begins again
             first = first // (count * steps) * count
         for epoch, place in (divmod(number, size) for number in range(first, first + count)):
@@ -373,8 +375,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.progress = self.progress.after_step(self.config)
-        if self.samples_read:
-            self.progress = dataclasses.replace(self.progress, samples=self.first_sample + self.samples_read)
+        if self.position is not None:
+            self.progress = dataclasses.replace(self.progress, samples=self.position)
         return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
     def log(self, record: dict[str, float]) -> None:

@@ -93,6 +93,11 @@ def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -
     for _ in range(2):
         with contextlib.suppress(EOFError), set_up(config, Data("", None, random_rows(config))) as trainer:
             models.append(weakref.ref(trainer.model))
+            batches, numbers = trainer.next_batches(), []
+            for _ in range(3):  # with samples of its own, whatever was read before
+                numbers.append(str(trainer.next_samples(99)))
+                trainer.train(batches)
+            assert len(set(numbers)) == 3
             with pytest.raises(UserError, match="in a run already"), set_up(config, Data()):
                 pass
             raise EOFError
