@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import pytest
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -22,6 +23,9 @@ from tests.support.oracle import config_data
 from tests.support.samples import write_tokenizer
 from workbench.explain.fake_group import fake_rank
 from workbench.sweep.jobs import Job
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # on a busy machine, a case may take long
+hypothesis.settings.load_profile("no deadline")
 
 STARTS_PROCESSES = {"pool", "run"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file

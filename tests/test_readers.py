@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readers")
 
 
-any_input = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+any_input = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 @any_input

@@ -52,7 +52,7 @@ def texts(documents: Documents) -> Iterator[str]:
 
 
 @example(text="\r\n\n", size=1)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(alphabet="ab \n\t\r é日🙂", max_size=200), size=st.integers(1, 40))
 def test_any_text_survives_pieces_of_any_size(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
     file = tmp_path_factory.mktemp("any") / "a.txt"

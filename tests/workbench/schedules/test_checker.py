@@ -71,7 +71,7 @@ def test_check_names_the_cycle_of_a_deadlock(lines: list[str], message: str) -> 
     assert message in error_of(lambda: check(schedule_of(*lines)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(list(SCHEDULES)), pp=st.integers(1, 4), micro_batches=st.integers(1, 6))
 def test_mutated_schedule_runs_or_is_rejected(data: st.DataObject, name: str, pp: int, micro_batches: int) -> None:
     """Mutations swap, drop or repeat actions."""

@@ -71,7 +71,7 @@ def assert_runs(schedule: Schedule) -> None:
 small = {"pp": st.integers(1, 8), "micro_batches": st.integers(1, 32)}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(name=st.sampled_from(list(SCHEDULES)), chunks=st.none() | st.integers(1, 4), **small)
 def test_built_schedule_runs_or_its_chunks_are_rejected(
     name: str, pp: int, micro_batches: int, chunks: int | None

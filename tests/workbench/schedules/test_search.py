@@ -39,7 +39,7 @@ def test_search_reaches_the_bubbles_of_the_zero_bubble_paper(case: Case) -> None
     assert case.searched_rate(2 * case.p) <= case.of_zb_2p + 4e-4
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     pp=st.integers(1, 5),
     micro_batches=st.integers(1, 12),

@@ -77,7 +77,7 @@ def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], capacity: int) 
     assert sorted(loads) == sorted(naive_loads(sizes, capacity))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 100),
     count=st.integers(0, 40),
