@@ -41,7 +41,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
     if q.is_cuda and q.dtype != torch.bfloat16:
-        # Only flash kernels read shared k/v heads in place. GPUs before Ampere, for which float16 is, have none.
+        # Only flash kernels read shared k/v heads in place. The GPUs before Ampere, which need float16, have none.
         k, v = (heads.repeat_interleave(q.size(1) // heads.size(1), dim=1) for heads in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 

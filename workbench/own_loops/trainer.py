@@ -131,7 +131,8 @@ def set_up(
     config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
 ) -> Iterator["Trainer"]:
     """Connect the processes that torchrun has started, and build this rank's `Trainer`. At the end of the `with` block,
-    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit.
+    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit. Then the
+    wrapper `trainer.model` is closed; `unwrap(trainer.model)` is the trained module. (ZeRO-3 has freed its weights.)
 
     Args:
         data, frozen: see `Trainer`.

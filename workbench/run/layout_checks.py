@@ -92,7 +92,8 @@ def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: floa
     experts, ep = differences(config).experts, layout.ep_size
     if ep > 1 and (experts is None or experts.number % ep):
         number = experts.number if experts else 0
-        remedy = f"a divisor of {math.gcd(number, layout.dp_size * layout.cp_size)}" if number else "1"
+        common = math.gcd(number or 1, layout.dp_size * layout.cp_size)
+        remedy = f"a divisor of {common}" if common > 1 else "1"
         raise UserError(f"distributed.ep_size={ep} cannot split the model's {number} experts per layer; use {remedy}")
     if bias_rate and (experts is None or experts.scale is None):
         raise UserError(

@@ -111,7 +111,7 @@ def test_cudnn_is_used_where_torch_would_choose_it(choice: int, expected: bool) 
 
 
 def test_float16_needs_no_flash_kernel() -> None:
-    """GPUs before Ampere, for which float16 is, have none. Only flash kernels share heads and know documents."""
+    """The GPUs before Ampere, which need float16, have none. Only flash kernels share heads and know documents."""
     mode = FakeTensorMode()
     q, k = (fake(mode, 1, heads, S, D, dtype=torch.float16) for heads in (H, K))
     with mock.patch("torch.nn.functional.scaled_dot_product_attention") as attend:

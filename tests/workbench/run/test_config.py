@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from picotron.console import UserError
-from tests.support.oracle import make_config
+from tests.support.oracle import config_data, make_config
 from workbench.pipelines.engine import check_run
 from workbench.run.config_reader import load_config, parse_config
 
@@ -77,8 +77,9 @@ def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) ->
         "training__decay_steps": 9,
         "logging__trace_steps": [300],
     }
-    wrong = {"training__seed": "x", "dataset__nmae": "x", "model__name": 1, "checkpoint__keep_last": "x"}
-    assert len(problems_of(lambda: make_config(**misfits, **conflicts, **wrong))) == len(wrong)
+    wrong = {"training__seed": "x", "dataset__nmae": "x", "model__name": 1}
+    data = config_data(**misfits, **conflicts, **wrong) | {"checkpoint": [1]}
+    assert len(problems_of(lambda: parse_config(data))) == len(wrong) + 1
     assert len(problems_of(lambda: make_config(**misfits, **conflicts))) == len(conflicts)
     config = make_config(**misfits)
     assert len(problems_of(lambda: check_run(config))) == 5  # processes, pp, cp, tp, float8

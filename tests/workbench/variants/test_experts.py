@@ -94,7 +94,7 @@ def test_parameters_and_flops_are_those_of_the_model(family: str) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "", "router_jitter_noise=0.1"),
         ("olmoe", {"clip_qkv": 5.0}, "", "clip_qkv=5.0"),
         ("olmoe", {"num_experts_per_tok": 9}, "", "num_experts_per_tok=9 .* exceeds the 8 experts"),
-        ("olmoe", {}, "dp3 ep3", "cannot split the model's 8 experts per layer; use a divisor of 1"),
+        ("olmoe", {}, "dp3 ep3", "cannot split the model's 8 experts per layer; use 1$"),
         ("dots1", {"n_group": 2, "topk_group": 1}, "", "n_group=2"),
         ("dots1", {"n_shared_experts": 0}, "", "needs n_shared_experts"),
         (
