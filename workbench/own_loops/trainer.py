@@ -288,8 +288,8 @@ class Trainer:
                 saved = self.progress.step
 
     def next_batches(self) -> list[Batch]:
-        """Read this rank's micro-batches of the next step from the config's data set. A run that resumes reads on after
-        those that were read before its last `train`, which may be several for one step, or the same ones for several.
+        """Read this rank's micro-batches of the next step from the config's data set. A run that resumes goes on
+        after the last ones that were read before its last `train`, however many reads a step has used.
 
         Raises:
             UserError: `set_up` was called with data of the program's own.

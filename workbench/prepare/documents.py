@@ -379,6 +379,7 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[Iterable[Record]]]] = {
 
 
 def check_names(names: Iterable[str], path: Path) -> None:
+    """Raise a UserError if two columns of a file have the same name."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{path}: two columns have the name {twice[0]!r}; rename one of them")
 

@@ -215,7 +215,7 @@ def check_contents(folder: Path, data: Text | Samples, digest: str, model_config
         )
     if isinstance(data, Samples) and (data.counted.max() > 1 or data.lengths.min() < 0):
         raise UserError(
-            f"{folder} has a number in counted that is not 0 or 1, or a negative one in lengths; correct it"
+            f"{folder} has a number in counted that is not 0 or 1, or a negative one in lengths; correct the file"
         )
 
 

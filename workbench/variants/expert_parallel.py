@@ -55,7 +55,7 @@ def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: An
     expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
     order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
     inverse = order.argsort()
-    # Each step takes the name of the one before, so that its memory is free as soon as possible.
+    # All steps use one name, so that the rows of the step before are freed as soon as possible.
     rows = Permute.apply(Exchange.apply(rows, sent, received, group), order, inverse)
     rows = run_experts(experts, rows, arriving.sum(0))
     rows = Permute.apply(rows, inverse, order)
