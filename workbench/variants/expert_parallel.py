@@ -48,6 +48,8 @@ class Exchange(torch.autograd.Function):
 
 def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: Any) -> Tensor:
     """Compute rows, see `run_experts`, of which `counts` has the numbers for all experts of the group's ranks."""
+    # Even if everything up to here is frozen: all ranks exchange in backward if any of them trains an expert.
+    rows.requires_grad_(torch.is_grad_enabled())
     leaving = counts.view(dist.get_world_size(group), -1)  # by rank and its expert
     arriving = torch.empty_like(leaving)  # by the rank that sends the rows, and by this rank's expert
     dist.all_to_all_single(arriving, leaving, group=group)

@@ -80,6 +80,21 @@ def test_biases_of_routers_move_in_own_loops(pool: WorkerPool, tmp_path: Path) -
     assert "training.router_bias_rate" in used_keys()
 
 
+def train_two_experts(config: Config) -> list[float]:
+    """Return the losses of two steps that train an expert of each ep rank, in different layers, and nothing else."""
+    trained = "layers.1.mlp.experts.7.", "layers.2.mlp.experts.0."
+    frozen = lambda name: not any(part in name for part in trained)  # noqa: E731
+    trainer = make_trainer(config, Data("", None, random_rows(config)), frozen)
+    return [trainer.train(trainer.next_batches())["loss"] for _ in range(2)]
+
+
+def test_ep_ranks_that_train_different_experts_equal_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    keys = {"model__name": "docs/tiny-experts", "checkpoint__save_dir": str(tmp_path)}
+    (alone,) = pool.run(train_two_experts, 1, make_config("m2", **keys))
+    for found in pool.run(train_two_experts, 2, make_config("dp2 ep2", **keys)):
+        assert_close(found, alone)
+
+
 @pytest.mark.processes
 def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"layout": "dp2", "checkpoint__save_frequency": 2}
