@@ -82,6 +82,7 @@ def run_step(model: DataParallel, data_loader: Any, config: Config, train_step: 
     first = parameters[0]
     # There is no fused kernel for the meta device, and nothing to compile.
     optimizer = make_optimizer(model, with_keys(config, model={"use_fused_adam": False}, training={"compile": False}))
+    vars(optimizer)["is_divided"] = True  # in float16, by the loss scale: here, gradients have no values that overflow
 
     weights, gradients = bytes_held(model)
     FakeGroup.messages.clear()

@@ -114,6 +114,12 @@ def test_all_to_alls_send_each_row_four_times() -> None:
     assert total(step, "ep", lambda each: each.sent, dtype=torch.bfloat16) == expected
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 18), ("float16", 18), ("float32", 16)])
+def test_a_parameter_takes_the_bytes_of_its_dtype(dtype: str, size: int) -> None:
+    (step,) = explained(make_config(dtype), tiny_llama())
+    assert step.weights + step.gradients + step.optimizer == size * step.parameters
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 
 
