@@ -139,8 +139,9 @@ def build_and_run(config: Config, model_config: PreTrainedConfig, plan: Executor
 def run_rank_briefly(rank: int, config: Config, model_config: PreTrainedConfig, plan: ExecutorPlan) -> Step:
     """Play a rank with one micro-batch and with two. Every further one has the messages that the second one adds."""
     layout, count = config.distributed, config.training.gradient_accumulation_steps
-    searched = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES  # or read from a file
-    if count <= 3 or searched or plan.keep_activations:
+    # With each micro-batch, dualpipev splits another share of its backwards; others are searched, or read from a file.
+    irregular = layout.pp_size > 1 and layout.pp_engine not in SCHEDULES.keys() - {"dualpipev"}
+    if count <= 3 or irregular or plan.keep_activations:
         return run_rank(rank, config, model_config, plan)
     steps = []
     engine = layout.pp_engine if layout.pp_size > 1 else "1f1b"

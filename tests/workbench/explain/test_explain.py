@@ -70,6 +70,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     [
         ("pp2 tp2 sp full", {"tie_word_embeddings": True}),
         ("cp2 pp2 zb_h1", {}),
+        ("tp2 pp2 dualpipev", {"num_hidden_layers": 4}),  # of whose backwards some are split
         ("dp2 cp2 ulysses contiguous", {}),
         ("tp4 full", {}),  # two ranks hold a key/value head
         ("tp4", {"max_position_embeddings": 300}),  # the loss has two chunks
