@@ -179,37 +179,37 @@ def _start_wandb(config: Config, run_id: str | None, repeats: bool) -> Any:
             in a group that is named after the earlier one, with all steps so far.
 
     Raises:
-        UserError: wandb has no such mode.
+        UserError: wandb rejects a value of the config, or of a variable.
     """
     import wandb
 
     try:
         settings = wandb.setup().settings
-    except ValueError as error:
+        arguments: dict[str, Any] = {
+            "project": config.logging.project_name or settings.project or "picotron",
+            "name": config.logging.run_name,
+            "dir": config.checkpoint.save_dir,
+            "config": config.model_dump(),
+            # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
+            "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
+        }
+        if run_id is not None:
+            arguments |= {"group": run_id} if repeats else {"id": run_id, "resume": "allow"}
+        if settings.mode == "online":
+            try:
+                if wandb.login(prompt=False, verify=False):
+                    return wandb.init(**arguments)
+                reason = "there is no login"
+            except wandb.errors.Error as error:
+                reason = first_line(error)
+            logger.warning("wandb cannot go online (%s) and records offline; `wandb sync` uploads the run", reason)
+            arguments["mode"] = "offline"
+        return wandb.init(**arguments)
+    except (ValueError, wandb.errors.Error) as error:
         raise UserError(
-            f"wandb rejects its settings ({' '.join(str(error).split())}); correct WANDB_MODE, or set logging.use_wandb to "
-            f"false"
+            f"wandb rejects its settings ({' '.join(str(error).split())}); correct logging.project_name or wandb's "
+            f"environment variables, such as WANDB_MODE, or set logging.use_wandb to false"
         ) from None
-    arguments: dict[str, Any] = {
-        "project": config.logging.project_name or settings.project or "picotron",
-        "name": config.logging.run_name,
-        "dir": config.checkpoint.save_dir,
-        "config": config.model_dump(),
-        # Without git, there is no diff.patch of uncommitted changes, which may hold secrets.
-        "settings": {"init_timeout": WANDB_SECONDS, "disable_git": True},
-    }
-    if run_id is not None:
-        arguments |= {"group": run_id} if repeats else {"id": run_id, "resume": "allow"}
-    if settings.mode == "online":
-        try:
-            if wandb.login(prompt=False, verify=False):
-                return wandb.init(**arguments)
-            reason = "there is no login"
-        except wandb.errors.Error as error:
-            reason = first_line(error)
-        logger.warning("wandb cannot go online (%s) and records offline; `wandb sync` uploads the run", reason)
-        arguments["mode"] = "offline"
-    return wandb.init(**arguments)
 
 
 class Metrics:

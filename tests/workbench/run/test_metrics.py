@@ -191,12 +191,12 @@ def test_wandb_logs_on_rank_0_and_falls_back_to_offline(pool: WorkerPool, tmp_pa
 @pytest.mark.processes
 @pytest.mark.usefixtures("_one_rank")
 def test_wandb_itself_records_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(checkpoint__save_dir=str(tmp_path), logging__use_wandb=True)
-    monkeypatch.setenv("WANDB_MODE", "of")
-    with pytest.raises(UserError, match=r"wandb rejects its settings .*; correct WANDB_MODE"):
-        Metrics(config, tiny_llama(), CPU, torch.float64)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    Metrics(config, tiny_llama(), CPU, torch.float64).close()
+    keys = {"checkpoint__save_dir": str(tmp_path), "logging__use_wandb": True}
+    for mode, project, value in (("of", "mine", "of"), ("offline", "team/mine", "team/mine")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        with pytest.raises(UserError, match=rf"wandb rejects its settings .*'{value}'.*; correct"):
+            Metrics(make_config(**keys, logging__project_name=project), tiny_llama(), CPU, torch.float64)
+    Metrics(make_config(**keys), tiny_llama(), CPU, torch.float64).close()
     assert (tmp_path / "wandb").exists()
 
 
