@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import random
 import re
 
@@ -47,6 +48,9 @@ def _sentence_piece(vocab_size: int, kind: str) -> PreTrainedTokenizerBase:
     )
     texts = (re.sub("[^ -~\u00a0-\u017f本]", " ", text) for text in CORPUS)  # all other characters become bytes
     bpe.train_from_iterator(texts, trainer)
+    state = json.loads(bpe.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]  # bytes are no special tokens, which `decode` can leave out
+    bpe = Tokenizer.from_str(json.dumps(state))
     if kind == "prepend":
         bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         bpe.pre_tokenizer = None  # type: ignore[assignment]

@@ -165,7 +165,8 @@ class CompletionPrinter:
     """Printer of a completion while its tokens are drawn.
 
     All tokens so far are decoded together, because the text of a token can depend on those before it. The bytes of a
-    character can be split over several tokens. Until the last one is there, they decode to U+FFFD, which is held back.
+    character can be split over several tokens. Until the last one is there, they decode to U+FFFD, which is held back;
+    with SentencePiece, so do complete characters of bytes before them, which are not printed again.
     (transformers' TextStreamer waits for the end of each word and, with SentencePiece, drops the first space of a line;
     DecodeStream of tokenizers does not know tokenizers written in Python, and drops a character that stays partial.)
     """
@@ -173,7 +174,7 @@ class CompletionPrinter:
     def __init__(self, encoder: Encoder, prompt: Sequence[int]) -> None:
         self.encoder, self.prompt = encoder, list(prompt)
         self.tokens: list[int] = []
-        self.printed = ""
+        self.printed = 0  # characters
 
     def put(self, _: int, token: int) -> None:
         """Append a token, and print the text that is complete. (This is an `on_token` of `generate`.)"""
@@ -185,5 +186,5 @@ class CompletionPrinter:
         self._print(f"{text}\n")
 
     def _print(self, text: str) -> None:
-        print_line(text[len(self.printed) :], end="")
-        self.printed = text
+        print_line(text[self.printed :], end="")
+        self.printed = max(self.printed, len(text))
