@@ -18,7 +18,7 @@ from workbench.run.token_files import FILE
 
 def main() -> None:
     set_up_logging()
-    config = load_config(sys.argv[1:])
+    config = load_config(sys.argv[1:], __doc__)
     if (Path(config.dataset.name) / FILE).is_file():
         raise UserError(
             f"dataset.name={config.dataset.name!r} has token files already; train.py reads them as they are"

@@ -210,16 +210,27 @@ class Options(NamedTuple):
     gib: float | None  # with explain: say whether each rank fits
 
 
-def load_config(arguments: list[str]) -> Config:
-    """Return the config of a command line of train.py, without `--explain`, for another program. See
-    `parse_command_line` and `parse_config`.
+def load_config(arguments: list[str], description: str = "A program with a config of train.py.") -> Config:
+    """Return the config of the command line of another program than train.py: `--config FILE`, and any number of dotted
+    overrides. `--help` prints the description and all keys, and exits. See `parse_config`.
     """
-    options = parse_command_line(arguments)
-    if options.explain:
-        raise UserError("--explain describes a run of train.py; remove it")
-    if options.evaluate:
-        raise UserError("--evaluate is an option of train.py; remove it")
-    return parse_config(options.data)
+    return parse_config(read_arguments(config_parser(description), arguments)[1])
+
+
+def read_arguments(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parse a command line with `--config FILE`, dotted overrides and the options of `parser`. Returns these options,
+    and the config as JSON.
+
+    Raises:
+        UserError: an option has no value, or the file cannot be read.
+    """
+    parser.add_argument("--config", help="JSON file with the config of the run")
+    known, overrides = parser.parse_known_args(arguments)
+    if known.config is None:
+        raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
+    data = read_config(Path(known.config))
+    apply_overrides(data, overrides)
+    return known, data
 
 
 def config_parser(description: str, used: Collection[str] | None = None) -> Parser:
@@ -247,7 +258,6 @@ def parse_command_line(arguments: list[str]) -> Options:
         UserError: an option has no effect or no value, or the file cannot be read.
     """
     parser = config_parser("Train a Llama-like model.")
-    parser.add_argument("--config", help="JSON file with the config of the run")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the config and exit")
     instead = parser.add_mutually_exclusive_group()
     text = "print what each rank holds and sends in a step, and exit; needs one process, whatever the layout"
@@ -258,15 +268,11 @@ def parse_command_line(arguments: list[str]) -> Options:
     parser.add_argument("--hardware", metavar="NAME", help=text)
     text = "with --explain: say whether a rank fits into this memory; by default into that of --hardware"
     parser.add_argument("--gib", type=number(float, 0), metavar="N", help=text)
-    known, overrides = parser.parse_known_args(arguments)
+    if "--schema" in arguments:
+        print(json.dumps(json_schema(), indent=2))
+        raise SystemExit(0)
+    known, data = read_arguments(parser, arguments)
     for option in ("hardware", "gib"):
         if getattr(known, option) is not None and not known.explain:
             raise UserError(f"--{option} describes a layout, and needs --explain; add it, or remove --{option}")
-    if known.schema:
-        print(json.dumps(json_schema(), indent=2))
-        raise SystemExit(0)
-    if known.config is None:
-        raise UserError("no config given; use --config FILE, for example --config template/base_config.json")
-    data = read_config(Path(known.config))
-    apply_overrides(data, overrides)
     return Options(data, known.explain, known.evaluate, known.hardware, known.gib)

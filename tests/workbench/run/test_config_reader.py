@@ -68,9 +68,11 @@ def test_schema_file_is_up_to_date() -> None:
 
 def test_help_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_config(["--help"])
+        load_config(["--help"], "A program.")
     text = capsys.readouterr().out
     assert all(f"--{key} " in text for key in leaf_keys())
+    assert "A program." in text
+    assert "--explain" not in text  # which only train.py has
 
 
 def test_names_in_a_file_are_found_beside_it_and_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
