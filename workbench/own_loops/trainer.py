@@ -15,6 +15,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
@@ -88,18 +90,9 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
     """Return a hash of a program's own samples and of their order, see `Trainer.next_samples`."""
     order = config.training.seed if config.dataset.shuffle else "in order"
     digest = hashlib.sha256(repr(order).encode())
-    for sample in samples:
-        digest.update(repr(_as_lists(sample)).encode())
+    for sample in samples:  # with lists instead of tensors and arrays, whose repr leaves out most of their numbers
+        digest.update(repr(tree_map_only((Tensor, np.ndarray), methodcaller("tolist"), sample)).encode())
     return digest.hexdigest()[:24]
-
-
-def _as_lists(sample: Any) -> Any:
-    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers."""
-    if isinstance(sample, Tensor | np.ndarray):
-        return sample.tolist()
-    if isinstance(sample, dict):
-        return {key: _as_lists(value) for key, value in sample.items()}
-    return type(sample)(map(_as_lists, sample)) if type(sample) in (list, tuple) else sample
 
 
 def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:
