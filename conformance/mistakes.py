@@ -237,8 +237,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("empty_columns_seen", "        if any(self.starts):", "        if False:", "test_generation"),
         ("unused_columns_kept", "unused = min(self.starts, default=0)", "unused = 0", "test_kv_cache")],
     "workbench/generation/sampling.py": [
-        ("top_p_cuts_the_last", "ranked[before >= ", "ranked[before + ranked >= ", "test_sampling"),
-        ("top_k_keeps_one_more", "ranked[:, top_k:] = 0", "ranked[:, top_k + 1 :] = 0", "test_sampling"),
+        ("top_k_without_top_p", "(sampling.top_p)(None, scores)", "(sampling.top_p)(None, logits)", "test_sampling"),
         ("ends_before_min_new_tokens", "    if new < sampling.min_new_tokens:\n", "    if False:\n", "test_generation")],
     "conformance/adapters/picotron.py": [
         ("prompts_without_last_token", "case.prompts(), Sampling", "[each[:-1] for each in case.prompts()], Sampling",

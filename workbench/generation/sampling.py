@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from picotron.console import UserError
 
@@ -18,7 +19,7 @@ class Sampling:
     Args:
         max_new_tokens: maximum number of tokens to generate.
         temperature: divisor of the logits before the softmax; 0 always takes the likeliest token.
-        top_k: number of likeliest tokens to draw from; 0 draws from all.
+        top_k: number of likeliest tokens to draw from, or more if the last ones are equally likely; 0 draws from all.
         top_p: draw from the smallest set of likeliest tokens whose probabilities sum to at least this number (nucleus
             sampling, Holtzman et al. 2019, arXiv:1904.09751), after `top_k`; 1 draws from all.
         seed: seed of the random draws.
@@ -109,18 +110,15 @@ def mask_logits(logits: Tensor, sampling: Sampling, sequences: Sequence[list[int
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Compute the probabilities with which tokens are drawn: logits (b, V) -> (b, V) in float64, for a temperature
-    above 0.
+    """Compute the probabilities with which tokens are drawn, those of transformers: logits (b, V) -> (b, V) in float64,
+    for a temperature above 0.
     """
-    probs = (logits.double() / sampling.temperature).softmax(-1)
-    top_k = sampling.top_k or probs.size(-1)
-    if top_k >= probs.size(-1) and sampling.top_p == 1:
-        return probs
-    ranked, tokens = probs.sort(dim=-1, descending=True, stable=True)
-    ranked[:, top_k:] = 0
-    before = ranked.cumsum(-1) - ranked  # probability of the likelier tokens
-    ranked[before >= sampling.top_p * ranked.sum(-1, keepdim=True)] = 0
-    return torch.zeros_like(probs).scatter_(-1, tokens, ranked / ranked.sum(-1, keepdim=True))
+    scores = logits.double() / sampling.temperature
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return scores.softmax(-1)
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
