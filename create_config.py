@@ -289,7 +289,7 @@ def create(options: argparse.Namespace, choices: Choices) -> None:
     print_line(table(planned, brief=options.best is not None, gib=memory_of(options, hardware)))
     print_line(
         f"({'' if options.best else 'sequences/step: dp x micro-batch x micro-batches. '}GiB/rank, on the rank that needs most: "
-        f"weights, gradients and\noptimizer + activations and temporary tensors; formulas in workbench/explain/memory.py)\n\n"
+        f"weights, gradients and\noptimizer + activations and temporary tensors; formulas in workbench/pipelines/memory.py)\n\n"
         f"{len(planned)} configs in {folder}: {len(planned) - unchanged} written, "
         f"{unchanged} unchanged; {len(chosen) - len(planned)} of {len(chosen)} combinations left out. "
         f"To {'run them on this machine' if runs_here(planned) else 'submit them to Slurm'}:"

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.one_gpu import LAYOUTS, difference, losses
 from benchmarks.side_by_side import DifferentResults, gather, machine, peak_memory_mib, print_markdown
 from benchmarks.workload import ON_GPU, TINY, add_tiny, model_config, picotron_step, run_config
-from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import plan_pipeline
+from workbench.pipelines.memory import rank_memory
 
 PARTS = ("programs", "numbers", "kernels", "shared", "speed", "trace", "memory", "layouts")
 TRACE = Path("runs/gpu/trace.json.gz")

@@ -270,7 +270,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
     "workbench/sweep/planner.py": [
         ("bound_above_the_value", "len(saved[0]) * min(m, layout.pp_size) * min(saved[0])",
          "len(saved[0]) * m * min(saved[0])", "test_planner")],
-    "workbench/explain/memory.py": [
+    "workbench/pipelines/memory.py": [
         ("estimate_forgets_an_input", "norms + (2 - compiles_mlp(config, s))", "norms + (1 - compiles_mlp(config, s))",
          "test_memory")],
     "workbench/explain/step_time.py": [

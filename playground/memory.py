@@ -9,7 +9,7 @@ from typing import Any
 
 from picotron.model.families import model_cost
 from playground.requests import FieldError, of_field
-from workbench.explain.memory import rank_memory
+from workbench.pipelines.memory import rank_memory
 from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules.schedules import LOOPS
 

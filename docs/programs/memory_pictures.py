@@ -18,8 +18,8 @@ from picotron.config import Model
 from workbench.console import text_table
 from workbench.drawing.draw_svg import LINE, WIDTH, Svg
 from workbench.explain.hardware import HARDWARE
-from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.pipelines.engine import check_layout
+from workbench.pipelines.memory import GIB, Memory, rank_memory
 from workbench.run.config_reader import parse_config
 from workbench.run.model_config import load_model_config
 

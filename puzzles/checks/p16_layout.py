@@ -12,9 +12,9 @@ from puzzles.group import Group
 from puzzles.report import Report, Score, kind
 from puzzles.solutions.p16_layout import layout
 from workbench.explain.hardware import HARDWARE, fits, usable
-from workbench.explain.memory import GIB, Memory, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import check_layout
+from workbench.pipelines.memory import GIB, Memory, rank_memory
 from workbench.run.config_reader import load_config
 from workbench.run.model_config import load_model_config
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from picotron.console import UserError
 from playground.memory import MODEL, MemoryRequest
 from tests.playground.test_playground import ask
-from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout
+from workbench.pipelines.memory import rank_memory
 from workbench.run.config_reader import parse_config
 
 SECTIONS = {

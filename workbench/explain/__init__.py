@@ -1,1 +1,1 @@
-"""Costs of a layout before it runs: memory, messages and time."""
+"""Costs of a layout before it runs: messages and time."""

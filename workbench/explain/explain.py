@@ -42,9 +42,9 @@ from workbench.explain.fake_group import FakeGroup, Message, fake_rank
 from workbench.explain.forecast_errors import describe_errors
 from workbench.explain.hardware import Hardware, fits, usable
 from workbench.explain.measure import find_hardware, on_hardware
-from workbench.explain.memory import GIB, Memory, bubble, count_parameters, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.pipelines.engine import ExecutorPlan, check_layout, make_train_step
+from workbench.pipelines.memory import GIB, Memory, bubble, count_parameters, rank_memory
 from workbench.run.metrics import global_mean, max_over_ranks
 from workbench.run.model_config import load_model_config
 from workbench.run.with_keys import with_keys

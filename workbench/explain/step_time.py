@@ -43,7 +43,7 @@ from picotron.console import UserError
 from picotron.model.families import differences, model_cost, part_parameters
 from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware
-from workbench.explain.memory import count_parameters, loss_chunk, sizes
+from workbench.pipelines.memory import count_parameters, loss_chunk, sizes
 from workbench.pipelines.plan import SchedulePlan
 from workbench.schedules.simulate import Costs, Timeline, simulate
 

@@ -1,1 +1,1 @@
-"""Pipelines with any schedule and of any modules: plans, the executor, records of their actions."""
+"""Pipelines with any schedule and of any modules: plans, memory, the executor, records of their actions."""

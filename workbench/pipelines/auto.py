@@ -4,8 +4,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from picotron.console import UserError
-from picotron.model.families import differences, head_size
+from picotron.pipeline_parallel.stages import Stage
 from workbench.pipelines.layouts import count_stages, stage_weights
+from workbench.pipelines.memory import deferred_bytes, layer_saves, sizes
 from workbench.pipelines.plan import SchedulePlan, layout_stages, settings_of
 from workbench.schedules.search import Found, Shape, fastest_schedule, shapes
 from workbench.schedules.simulate import Costs, simulate, summary
@@ -91,18 +92,10 @@ def _search_with_recording(config: "Config", model_config: "PreTrainedConfig", m
 def deferred_fraction(config: "Config", model_config: "PreTrainedConfig") -> float:
     """Return the activations that a layer keeps between I and W, as a fraction of those that its forward keeps.
 
-    W needs the inputs of all projections and the gradients of their outputs. They are about as large as all
-    activations, and larger than the part that forward keeps if some activations are recomputed.
+    With `activation_checkpointing` "none", both are about as large; with the other values, W needs more than the part
+    that forward keeps.
     """
     if config.training.activation_checkpointing == "none":
         return 1.0
-    layout, hidden, head = config.distributed, model_config.hidden_size, head_size(model_config)
-    x = hidden // (layout.tp_size if layout.sequence_parallel else 1)
-    queries = model_config.num_attention_heads // layout.tp_size * head
-    kv = max(1, model_config.num_key_value_heads // layout.tp_size) * head
-    F = model_config.intermediate_size // layout.tp_size
-    differs = differences(model_config)
-    normed = queries + kv if differs.qk_norm else 0
-    inputs = (4 if differs.norm_after else 2) * x + normed  # of norms, and of projections where these differ
-    kept = {"full": x, "selective": inputs + 2 * queries + 2 * kv + 2 * F}[config.training.activation_checkpointing]
-    return (2 * x + 2 * hidden + 2 * queries + 2 * kv + 3 * F) / kept
+    s = sizes(config, model_config)
+    return deferred_bytes(s, Stage(range(1))) / layer_saves(config, s)

@@ -18,10 +18,10 @@ from picotron.model.families import differences
 from workbench.console import text_table
 from workbench.explain.hardware import USABLE, Hardware
 from workbench.explain.measure import on_hardware
-from workbench.explain.memory import GIB, Memory, bubble, rank_memory
 from workbench.explain.step_time import Forecast, forecast
 from workbench.files import write_atomically
 from workbench.pipelines.engine import check_layout
+from workbench.pipelines.memory import GIB, Memory, bubble, rank_memory
 from workbench.pipelines.plan import SchedulePlan
 from workbench.run.config_reader import override, parse_config
 from workbench.run.model_config import load_model_config

@@ -13,8 +13,9 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.pipeline_parallel.stages import Stage
 from workbench.explain.hardware import Hardware, fits
-from workbench.explain.memory import GIB, rank_memory, stage_bytes, state_bytes
 from workbench.explain.step_time import Clock, Work, forecast
+from workbench.pipelines.auto import deferred_fraction
+from workbench.pipelines.memory import GIB, rank_memory, stage_bytes, state_bytes
 from workbench.pipelines.plan import SchedulePlan, layout_stages
 from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules.actions import Placement, rank_of
@@ -60,7 +61,7 @@ class Planner:
         key: tuple[Any, ...] = layout.pp_size, layout.pp_engine, config.schedule
         key = *key, training.gradient_accumulation_steps, training.activation_checkpointing, training.seq_length
         if layout.pp_engine == "auto":
-            key = *key, layout.tp_size, layout.sequence_parallel  # see `auto.deferred_fraction`
+            key = *key, deferred_fraction(config, self.model)
         if config.schedule.pp_recording is not None:
             key = *key, config.model_dump_json()  # it must be that of the recording, see `settings_of`
         if key not in self.plans:

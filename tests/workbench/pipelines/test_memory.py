@@ -18,8 +18,8 @@ from tests.support.memory import LiveBytes, SavedBytes
 from tests.support.oracle import make_config, random_rows, tiny_llama
 from tests.support.training import CPU, step_of, wrapped
 from workbench.explain.explain import bytes_held, route_evenly
-from workbench.explain.memory import rank_memory
 from workbench.pipelines.engine import check_layout
+from workbench.pipelines.memory import rank_memory
 from workbench.variants.choose import make_optimizer
 
 
