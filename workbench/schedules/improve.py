@@ -24,6 +24,12 @@ Part = tuple[str, int]  # kind and stage of an action; micro-batches follow, bec
 Place = tuple[int, int]  # rank, and position in its program
 
 
+def changes(deferred: float, sizes: Sequence[float]) -> dict[Part, float]:
+    """Return by how much each action changes the activations of its rank."""
+    fractions = {"F": 1.0, "B": -1.0, "I": deferred - 1, "W": -deferred}
+    return {(kind, stage): part * size for kind, part in fractions.items() for stage, size in enumerate(sizes)}
+
+
 def joins(empty: Schedule, costs: Costs, deferred: float) -> bool:
     """Return whether a full backward can be better than I and W: it is shorter, or uses less memory."""
     times = ([costs.of(Action(kind, stage)) for kind in "BIW"] for stage in range(empty.num_stages))
@@ -52,8 +58,7 @@ class Improver:
         stages = range(empty.num_stages)
         actions = {(kind, stage): Action(kind, stage) for kind in "FBIW" for stage in stages}
         self.time = {part: costs.of(action) for part, action in actions.items()}
-        growth = {"F": 1.0, "B": -1.0, "I": deferred - 1, "W": -deferred}
-        self.growth = {(kind, stage): growth[kind] * sizes[stage] for kind, stage in actions}
+        self.changes = changes(deferred, sizes)
         # The result that an action needs, the one that another stage needs from it, and the rank of that stage.
         sources = {part: empty.source(action) for part, action in actions.items()}
         targets = {part: empty.target(action) for part, action in actions.items()}
@@ -112,7 +117,7 @@ class Improver:
         for part in program:
             kind, stage = part
             done[part] += 1
-            held += self.growth[part]
+            held += self.changes[part]
             if (
                 held > self.memory
                 or (kind == "W" and done[part] > done["I", stage])

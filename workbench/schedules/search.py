@@ -7,7 +7,6 @@ settings of the knobs and all hand-made schedules, improves the fastest schedule
 returns the best one, with a bound of how much faster any schedule could be. All ranks find the same schedule.
 """
 
-import heapq
 import itertools
 import math
 import operator
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from picotron.console import UserError
 from workbench.schedules.actions import Action, Placement, Schedule
-from workbench.schedules.improve import BUDGET, ROUNDING, Improver, Part, joins, numbered
+from workbench.schedules.improve import BUDGET, ROUNDING, Improver, Part, changes, joins, numbered
 from workbench.schedules.schedules import SCHEDULES, build
 from workbench.schedules.simulate import Costs, Timeline, activations, simulate
 
@@ -83,13 +82,12 @@ class Greedy:
         self.sizes = stage_sizes(empty, sizes)
         stages = range(empty.num_stages)
         self.backwards = backwards
-        fractions = {"F": 1.0, "B": -1.0, "I": deferred - 1, "W": -deferred}
-        self.change = {kind: [fraction * size for size in self.sizes] for kind, fraction in fractions.items()}
+        self.change = changes(deferred, self.sizes)
         self.owner = [empty.rank_of(stage) for stage in stages]
         own = [empty.stages_of(rank)[::-1] for rank in range(empty.pp)]
         self.stages = [list(enumerate(each, start=1)) for each in own]  # of each rank, the last one first
         # What an I adds, if it keeps more for its W than it frees, and no full backward can take its place.
-        self.extra = [max(0.0, *(self.change["I"][stage] for stage in each)) * (backwards == "split") for each in own]
+        self.extra = [max(0.0, *(self.change["I", stage] for stage in each)) * (backwards == "split") for each in own]
         self.time = {kind: [costs.of(Action(kind, stage)) for stage in stages] for kind in "FBIW"}
         message = costs.p2p + costs.transfer
         self.message = [message * (a != b) for a, b in itertools.pairwise(self.owner)]  # from each stage to the next
@@ -98,40 +96,29 @@ class Greedy:
         self.least = times[backwards]  # of a whole backward, by stage
         self.work = [self.m * sum(self.time["F"][stage] + self.least[stage] for stage in each) for each in own]
         full = [sum(self.sizes[stage] for stage in each) for each in own]  # of one micro-batch
-        # How far each rank could have run ahead in the last run, by its knobs other than the slope.
-        self.reached: dict[tuple[bool, float], list[int]] = {}
         # in whole forwards, so that a fraction of one more, which holds nothing, changes nothing
         self.room = [math.floor(empty.chunks * self.memory / size) if size else math.inf for size in full]
 
     def run(self, knobs: Knobs, stop: float) -> Schedule | None:
-        """Return a schedule, or None if its step would take at least `stop`, if memory is too short for a micro-batch,
-        or if the run would be the same as the last one with a smaller slope and otherwise equal knobs.
-        """
+        """Return a schedule, or None if its step would take at least `stop`, or if memory is too short."""
         pp, count = self.empty.pp, self.empty.num_stages
         self.knobs, self.free, left = knobs, [0.0] * pp, self.work.copy()
         self.held, self.ahead = [0.0] * pp, [0] * pp  # activations, and forwards without I
         self.limit = [max(room - knobs.slope * rank, self.empty.chunks) for rank, room in enumerate(self.room)]
-        others = knobs.forward_first, knobs.patience
-        if others in self.reached and all(map(operator.le, self.reached[others], self.limit)):
-            return None
-        self.reach = self.reached[others] = [0] * pp
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FIW"}
         programs: list[list[Part]] = [[] for _ in range(pp)]
-        queue: list[tuple[float, int, int, str, int]] = []  # start, rank, version of the choice, and the action
-        versions = [0] * pp
+        choices: list[Part] = [("", 0)] * pp  # each rank's next action, and when it can start
+        starts = [math.inf] * pp
         changed: Iterable[int] = range(pp)
         finished = 0  # backwards
         while finished < count * self.m:
             for rank in changed:
-                versions[rank] += 1
-                if choice := self.choose(rank):
-                    heapq.heappush(queue, (choice[0], rank, versions[rank], *choice[1:]))
-            while queue and queue[0][2] != versions[queue[0][1]]:
-                heapq.heappop(queue)
-            if not queue:
+                starts[rank], choices[rank] = self.choose(rank)
+            rank = starts.index(start := min(starts))
+            if start == math.inf:
                 return None
-            start, rank, _, kind, stage = heapq.heappop(queue)
-            programs[rank].append((kind, stage))
+            programs[rank].append(choices[rank])
+            kind, stage = choices[rank]
             end = self.free[rank] = start + self.time[kind][stage]
             # An I and its W may take longer than a full backward, with which the work is counted.
             left[rank] -= self.least[stage] - self.time["W"][stage] if kind == "I" else end - start
@@ -140,14 +127,14 @@ class Greedy:
             for half in "IW" if kind == "B" else kind:
                 self.ends[half][stage].append(end)
             finished += kind in "BW"
-            self.held[rank] += self.change[kind][stage]
-            self.ahead[rank] += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-            target = stage + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-            changed = {rank, self.owner[min(max(target, 0), self.last)]}
+            self.held[rank] += self.change[kind, stage]
+            direction = {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
+            self.ahead[rank] += direction
+            changed = {rank, self.owner[min(max(stage + direction, 0), self.last)]}
         return Schedule([numbered(program) for program in programs], self.m, self.empty.chunks, self.empty.placement)
 
-    def choose(self, rank: int) -> tuple[float, str, int] | None:
-        """Return the start, kind and stage of a rank's next action, or None if the rank waits."""
+    def choose(self, rank: int) -> tuple[float, Part]:
+        """Return the start of a rank's next action, infinity if the rank waits, and the action."""
         free, held, ahead = self.free[rank], self.held[rank], self.ahead[rank]
         forwards, backwards, weights = self.ends["F"], self.ends["I"], self.ends["W"]
         place_of_f, place_of_i = (0, 1) if self.knobs.forward_first else (1, 0)
@@ -159,14 +146,13 @@ class Greedy:
         for order, stage in self.stages[rank]:
             f, i = len(forwards[stage]), len(backwards[stage])
             if f < self.m and needs + (f > oldest) * self.sizes[stage] <= self.memory:
-                self.reach[rank] = max(self.reach[rank], ahead + order)
                 start = free if ahead + order <= self.limit[rank] else math.inf
                 if stage > 0:
                     inputs = forwards[stage - 1]
                     start = max(start, inputs[f] + self.message[stage - 1]) if f < len(inputs) else math.inf
                 if start <= best[0]:
                     best = min(best, (start, place_of_f, order, "F"))
-            split_fits = self.backwards != "full" and held + self.change["I"][stage] <= self.memory
+            split_fits = self.backwards != "full" and held + self.change["I", stage] <= self.memory
             if i < f and (split_fits or self.backwards != "split"):
                 start = free
                 if stage < self.last:
@@ -178,9 +164,7 @@ class Greedy:
                 # A W starts when the rank is free, but it is chosen as if it started later.
                 best = min(best, (free + (1 - self.knobs.patience) * self.time["W"][stage], 2, order, "W"))
         start, _, order, kind = best
-        if start == math.inf:
-            return None
-        return free if kind == "W" else start, kind, self.stages[rank][order - 1][1]
+        return free if kind == "W" else start, (kind, self.stages[rank][order - 1][1])
 
 
 def stage_sizes(schedule: Schedule, sizes: Sequence[float] | None) -> Sequence[float]:
