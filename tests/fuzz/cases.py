@@ -22,7 +22,15 @@ BATCH = ("distributed.dp_size", "training.gradient_accumulation_steps", "trainin
 PROGRAMS = 0.25  # share of the programs among the cases
 EXPERTS = 0.25  # share of the models with experts among the models
 STEPS = 3
-SIMPLE: Case = {"resume": None, "frozen": [], "between": False, "looks": False, "bucket_mb": None, "fails": False}
+SIMPLE: Case = {
+    "resume": None,
+    "frozen": [],
+    "between": False,
+    "looks": False,
+    "calls": False,
+    "bucket_mb": None,
+    "fails": False,
+}
 SECTIONS: Case = {  # what the sections of a case are simplified to
     "config": {f"distributed.{axis}_size": 1 for axis in ("ep", "dp", "pp", "cp", "tp")},
     "model": {
@@ -51,6 +59,7 @@ def draw_case(seed: int, number: int) -> Case:
     - frozen: parts of the names of parameters that are frozen;
     - between: whether there is a forward or an evaluation between backward and the optimizer's step;
     - looks: whether forward hooks read the inputs of linear layers;
+    - calls: whether projections call their linear layers, as those of float8 do;
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
     - fails: whether the last backward of the second step fails, which is then repeated.
     """
@@ -113,6 +122,7 @@ def draw_case(seed: int, number: int) -> Case:
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
         "between": dice.random() < 0.3,
         "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
+        "calls": random.Random(f"{seed} {number} calls").random() < 0.2,
         "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
         "fails": kind == "own" and is_one_stage and random.Random(f"{seed} {number} fails").random() < 0.3,
     }

@@ -90,6 +90,8 @@ CORNERS: dict[str, Case] = {
     "tied over stages": case_of("dp2 pp2 m3", tied=True, max_grad_norm=0.1),
     "norms of heads, and heads that ranks share": case_of("tp4")
     | {"model": MODEL | {"family": "qwen3", "intermediate_size": 12}},
+    "projections that call their layers, and heads that ranks share": case_of("tp4 sp", calls=True)
+    | {"model": MODEL | {"attention_bias": True, "mlp_bias": True, "pad_token_id": 20, "intermediate_size": 12}},
     "experts of four ranks, most without tokens": case_of("dp4 ep2", seq_length=1, micro_batch_size=1)
     | {"model": MODEL | {"family": "mixtral", **FAMILIES["mixtral"][1]}},
     "documents over cp": case_of("cp2", data={"documents": True, "loss": "focal"}),

@@ -42,6 +42,7 @@ from workbench.run.rows import data_fingerprint
 from workbench.run.token_files import load_data
 from workbench.variants import choose, zero1
 from workbench.variants.choose import make_optimizer, split_train_eval
+from workbench.variants.float8 import CalledProjections
 
 CPU = torch.device("cpu")
 
@@ -113,9 +114,11 @@ def train(case: Case, config: Config) -> dict[str, Any]:
             stack.enter_context(mock.patch.object(module, name, wrapper))
         model = choose.build_model(config, model_config, pipeline, CPU, torch.float64, weights, frozen)
     llama = unwrap(model)
-    for name, _ in llama.named_parameters():
-        if case.get("looks") and name.endswith("proj.weight"):
-            llama.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
+    for name, module in llama.named_modules():
+        if case.get("looks") and name.endswith("proj"):
+            module.register_forward_hook(look)
+        if case.get("calls") and hasattr(module, "project"):
+            module.project = CalledProjections(layout.sequence_parallel)
     optimizer = make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
