@@ -75,6 +75,9 @@ def test_pipelines_finish_and_take_as_long_as_simulated(tmp_path: Path, engine: 
         recordings = pipeline(tmp_path, engine, pp, micro_batches, chunks)
         assert_finishes(recordings)
         programs = [until_evaluation(program) for program in recordings]
+        for program, actions in zip(programs, schedule.programs, strict=True):
+            names = [str(each).strip("0123456789" if engine in LOOPS else "") for each in actions]
+            assert [event.action for event in program if isinstance(event, Compute)] == names
         for one_at_a_time in (False, True):
             played = Play(programs, functools.partial(time_of, Costs()), one_at_a_time).run()
             assert played == simulate(schedule).step_time
