@@ -21,15 +21,6 @@ from tests.support.oracle import assert_close, make_config, oracle_model, our_mo
 from workbench.pipelines.engine import check_layout
 from workbench.run.model_config import load_model_config
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
 
 def test_conformance_knows_the_families_of_the_model() -> None:
     assert models.FAMILIES.keys() == FAMILIES.keys()
@@ -109,7 +100,7 @@ def test_rope_of_a_config_file_equals_transformers(spelling: str, tmp_path: Path
 
 
 def test_rotary_angles_of_distant_positions_equal_transformers() -> None:
-    config = tiny_llama(rope_parameters=LLAMA3)
+    config = tiny_llama()
     position_ids = torch.arange(2**17)[None]
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
     for ours, theirs in zip(rope(rope_frequencies(config), position_ids), expected, strict=True):
