@@ -2,7 +2,6 @@
 
 import pytest
 
-from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
 from picotron.console import UserError
@@ -35,10 +34,7 @@ def test_axes_with_equal_groups_share_them() -> None:
         assert grid.cp_dp_group_ids == [1, 3, 5, 7]
 
 
-def wrong_product() -> None:
-    with pytest.raises(UserError, match="needs 4 ranks, but the process group has 2"):
+def test_wrong_product_of_sizes_raises() -> None:
+    needs = pytest.raises(UserError, match="needs 4 ranks, but the process group has 2")
+    with fake_rank(0, Distributed(dp_size=2)), needs:
         setup_process_group_manager(2, 1, 1, 2)
-
-
-def test_wrong_product_of_sizes_raises(pool: WorkerPool) -> None:
-    pool.run(wrong_product, 2)

@@ -1,13 +1,17 @@
 """Buckets: parameters that some ranks do not use, their order and sizes, and what is refused."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from conformance.worker_pool import WorkerPool
+from picotron import process_group_manager as pgm
+from picotron.config import Distributed
 from picotron.console import UserError
+from picotron.data_parallel import guards
 from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.llama import Llama
 from picotron.model.placement import place
@@ -76,37 +80,29 @@ def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int
     assert max(sizes) < mib + 33  # the largest matrix has 32 MiB, and the vectors before it are in its bucket
 
 
-def summed_before_a_backward() -> None:
-    grid = setup_process_group_manager(2, 1, 1, 1)
-    torch.manual_seed(0)  # of equal weights
-    layer = nn.Linear(5, 5, bias=False)
-    place(layer.weight, sum_over=grid.tp_group)
-    model = DataParallelBucket(layer)
-    for _ in range(2):  # nothing has been summed yet
-        model(torch.ones(1, 5)).sum().backward()
-    model.finish_grad_sync()
-    with pytest.raises(UserError, match="after the gradients of this step were averaged"):
-        model(torch.ones(1, 5)).sum().backward()
-
-
-def test_a_backward_after_partial_gradients_were_summed_is_refused(pool: WorkerPool) -> None:
+def test_a_backward_after_partial_gradients_were_summed_is_refused() -> None:
     """Without replicas, too: the sum has other ranks' terms, and would be summed again."""
-    pool.run(summed_before_a_backward, 2)
+    layer = nn.Linear(5, 5, bias=False)
+    refused = pytest.raises(UserError, match="after the gradients of this step were averaged")
+    with mock.patch.object(guards, "check_equal"), fake_rank(0, Distributed(tp_size=2)):
+        place(layer.weight, sum_over=pgm.process_group_manager.tp_group)
+        model = DataParallelBucket(layer)
+        for _ in range(2):  # nothing has been summed yet
+            model(torch.ones(1, 5)).sum().backward()
+        model.finish_grad_sync()
+        with refused:
+            model(torch.ones(1, 5)).sum().backward()
 
 
-def pending_after_backward() -> int:
-    """Return the number of buckets that wait for the end of the step. Each of two ranks holds the last layer alone."""
-    setup_process_group_manager(1, 1, 1, 2)
-    layers, alone = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), new_groups([[0], [1]])
-    for parameter in layers[1].parameters():
-        place(parameter, average_over=alone)
-    model = DataParallelBucket(layers, bucket_mb=0.0)
-    model(torch.ones(1, 5)).sum().backward()
-    return len(model.pending_buckets)
-
-
-def test_a_layer_on_one_rank_holds_back_no_reduction(pool: WorkerPool) -> None:
-    assert pool.run(pending_after_backward, 2) == [0, 0]
+def test_a_layer_on_one_rank_holds_back_no_reduction() -> None:
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    with mock.patch.object(guards, "check_equal"), fake_rank(0, Distributed(dp_size=2)):
+        alone = new_groups([[0], [1]])  # each rank holds the last layer alone
+        for parameter in layers[1].parameters():
+            place(parameter, average_over=alone)
+        model = DataParallelBucket(layers, bucket_mb=0.0)
+        model(torch.ones(1, 5)).sum().backward()
+        assert not model.pending_buckets  # none waits for the end of the step
 
 
 def test_a_compiled_wrapper_clears_its_gradients() -> None:
