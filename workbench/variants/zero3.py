@@ -284,6 +284,7 @@ class DataParallelZero3(DataParallel):
             self._free_all_but(())
         return output
 
+    @torch.compiler.disable  # `module.compile()` would compile its hooks with it
     def _before_forward(self, number: int, *_: Any) -> None:
         """Gather the units of a group that is called, and start to gather those of the next one: after the last group
         comes the backward of the group before it.
@@ -297,6 +298,7 @@ class DataParallelZero3(DataParallel):
             for unit in self.groups[number]:
                 unit.gather()
 
+    @torch.compiler.disable
     def _after_forward(self, number: int, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if torch._C._current_autograd_node() is not None:
             return

@@ -151,6 +151,32 @@ def test_random_toys_equal_one_process(pool: WorkerPool) -> None:
     pool.run(train_random_toys, RANKS, list(range(10)))
 
 
+class Recomputed(nn.Module):
+    """Layers that are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, x: Tensor, _: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return {"loss": x.square().mean()}
+
+
+def train_compiled() -> None:
+    torch.manual_seed(0)
+    plain = Recomputed().double()
+    compiled = copy.deepcopy(plain)
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager")  # with the layer's hooks
+    assert_close(gradients(compiled, None), torch_gradients(plain))
+
+
+def test_compiled_layers_are_computed_again(pool: WorkerPool) -> None:
+    pool.run(train_compiled, RANKS)
+
+
 class Uncalled(nn.Module):
     """A list with a member that is not called itself, while its weights are on their way."""
 
