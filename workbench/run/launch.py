@@ -75,12 +75,12 @@ def is_launched() -> bool:
             os.environ.pop(name, None)
         return False
     found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | os.environ
-    for name in NUMBERS:
-        if not found.get(name, "").isdecimal():
-            raise UserError(
-                f"RANK is set in the environment, but {name}={found.get(name, '')!r} is no number; unset RANK, or let "
-                f"torchrun start the processes, which sets all variables"
-            )
+    wrong = [name for name in NUMBERS if not found.get(name, "").isdecimal()]
+    for name in wrong or ["MASTER_ADDR"] * (not found.get("MASTER_ADDR")):
+        raise UserError(
+            f"RANK is set in the environment, but {name}={found.get(name, '')!r} is no {'number' if wrong else 'address'}; "
+            f"unset RANK, or let torchrun start the processes, which sets all variables"
+        )
     return True
 
 
@@ -123,7 +123,8 @@ def set_up_device(config: Config) -> torch.device:
         raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
     if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} has no GPU; start at most {count} processes on this machine, one for each GPU"
+            f"local rank {local_rank} has no GPU, because this process sees {count}; start at most {count} processes on this "
+            f"machine, or let each see all GPUs (srun without --gpus-per-task, no CUDA_VISIBLE_DEVICES of its own)"
         )
     if not ALLOCATOR_VARIABLES & os.environ.keys():
         # Memory grows in place, so that freed parts of different sizes leave fewer gaps. A variable could be too late:
@@ -177,6 +178,11 @@ def init_process_group(
             members |= {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
         dist.init_process_group(backend, device_id=device_id, **members)
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine, such as by another run; set another "
+                f"number for all ranks"
+            ) from error
         if backend != "gloo" or missing_ranks(error):
             raise
         reason = first_line(error).rpartition(". ")[2]

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +15,11 @@ from huggingface_hub import constants
 
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
+from picotron.console import UserError
 from tests.support.messages import error_of
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import run
+from tests.support.training import CPU
 from workbench.pipelines.engine import check_model
 from workbench.run import hub, launch
 from workbench.run.launch import (
@@ -95,6 +98,17 @@ def test_errors_of_others_and_of_the_system_are_sentences() -> None:
         RuntimeError("[enforce fail at device.cc:186] Too many open files"),
     ):
         assert "ulimit -n" in str(sentence_of(many))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_port_that_another_program_has_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use"):
+            init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), CPU)
 
 
 @pytest.mark.processes
