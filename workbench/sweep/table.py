@@ -174,7 +174,10 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def best(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence about the run with the lowest loss, of its last evaluation or step; "" if there is one run."""
+    """Return a sentence about the run with the lowest loss, of its last evaluation or step, among those that have ended
+    well, or were started by hand; "" if there are less than two.
+    """
+    rows = [row for row in rows if row["status"] in ("completed", "")]
     column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
     found = {row["name"]: row[column] for row in rows if math.isfinite(row.get(column, math.nan))}
     if len(found) < 2:

@@ -119,8 +119,10 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     }
     for name, each in losses.items():
         job(tmp_path / name, [record(i, 10.0, loss, grad_norm=loss) for i, loss in enumerate(each, 1)], "completed")
+    job(tmp_path / "c", [record(1, 10.0, 3.9)], "fail")  # it might have become NaN
     rows = extract(tmp_path)
-    assert [row["status"] for row in rows.values()] == ["diverged", "completed", "completed", "diverged", "diverged"]
+    statuses = ["diverged", "completed", "completed", "fail", "diverged", "diverged"]
+    assert [row["status"] for row in rows.values()] == statuses
     assert {row["problem"] for row in rows.values()} == {""}
     assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
     figure = Figure()
