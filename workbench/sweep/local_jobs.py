@@ -16,7 +16,7 @@ from workbench.console import print_line
 from workbench.sweep.jobs import OUT_OF_MEMORY, STOPPED, Job, Status
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(job: Job, config: Config) -> list[str]:
@@ -25,15 +25,17 @@ def command(job: Job, config: Config) -> list[str]:
 
 
 class Interrupt:
-    """Handler of SIGINT (Ctrl-C) and SIGTERM. It only notes that one came, so the code that it interrupts is completed:
-    a job that was stopped gets its status. Further signals have no effect.
+    """Handler of SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal), unless they are ignored, as nohup does. It only
+    notes that one came, so the code that it interrupts is completed: a job that was stopped gets its status. Further
+    signals have no effect.
     """
 
     def __init__(self) -> None:
         self.received = False
 
     def __enter__(self) -> "Interrupt":
-        self.before = {number: signal.signal(number, self._note) for number in INTERRUPTS}
+        heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,17 @@ def test_the_log_of_a_job_says_how_it_ended(
     monkeypatch.setattr(local_jobs, "command", lambda *_: ["bash", "-c", f"echo {said}; exit 1"])
     assert run_local_jobs({job: read_config(job)}, None, 1, dry_run=False) == 1
     assert job.status == status
+
+
+@pytest.mark.parametrize(("before", "status"), [(lambda *_: None, "cancelled"), (signal.SIG_IGN, "completed")])
+def test_a_closed_terminal_stops_a_job_unless_it_is_ignored(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, before: Any, status: str
+) -> None:
+    job = make_job("job")
+    monkeypatch.setattr(local_jobs, "command", lambda *_: ["bash", "-c", "kill -HUP $PPID; sleep 2"])
+    handler = signal.signal(signal.SIGHUP, before)
+    run_local_jobs({job: read_config(job)}, None, 1, dry_run=False)
+    assert (job.status, signal.signal(signal.SIGHUP, handler)) == (status, before)
 
 
 @pytest.mark.slow
