@@ -65,7 +65,7 @@ class MemoryRequest:
             model=SimpleNamespace(dtype=self.dtype, use_flash_attention=True),
             training=SimpleNamespace(**values),
             compiles=True,
-            needs_workbench=self.pp_size > 1 and self.pp_engine not in LOOPS,
+            needs_workbench=self.pp_size > 1 and (self.pp_engine not in LOOPS or self.pp_chunks > 0),
         )
 
 
@@ -96,10 +96,11 @@ def problems(request: MemoryRequest) -> Iterator[FieldError]:
     if request.optimizer_states != "float32" and request.dtype != "bfloat16":
         yield FieldError("optimizer_states", f"{request.optimizer_states} is for dtype bfloat16; use float32")
     size = request.head_dim or D // heads
-    if cp > 1 and request.cp_engine != "ulysses" and (size % 8 or size > 256):
-        yield FieldError(
-            "cp_engine", f"its kernel needs heads of a multiple of 8, at most 256, not {size}; use ulysses"
-        )
+    if size % 2:
+        yield FieldError("head_dim", f"a head size of {size} is odd; rotary embeddings need an even one")
+    if cp > 1 and request.cp_engine != "ulysses" and (size % 8 or size > 256 or request.dtype == "float64"):
+        limits = f"heads of a multiple of 8, at most 256, not {size}, and at most float32, not {request.dtype}"
+        yield FieldError("cp_engine", f"its kernel needs {limits}; use ulysses")
 
 
 def memory(argument: str) -> dict[str, Any]:
