@@ -2,6 +2,7 @@
 
 import shlex
 
+from picotron.console import UserError
 from playground.requests import Request
 from workbench.pipelines.layouts import count_layers
 from workbench.schedules.actions import Schedule
@@ -14,7 +15,12 @@ LAYERS = 4  # of the model in CONFIG
 def training_command(request: Request, schedule: Schedule) -> str:
     """Return the command that trains the quickstart's model with a schedule. It expects the programs of a
     schedule that is not hand-made in the file schedule.csv.
+
+    Raises:
+        UserError: there is one rank, whose steps have no schedule.
     """
+    if schedule.pp == 1:
+        raise UserError("one rank is no pipeline, and trains without a schedule; set Ranks to at least 2")
     by_name = request.schedule in SCHEDULES
     options: dict[str, object] = {
         "distributed.dp_size": 1,

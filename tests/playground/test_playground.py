@@ -79,6 +79,7 @@ F = "def f(rank, pp, m):\n    return "
     [
         ("timeline", {"schedule": "zbv", "factors": "1 0 1 1"}, "factors", "'1 0 1 1'"),
         ("best", {"memory": 0.5}, None, "0.5"),
+        ("train", {"pp": 1}, None, "Ranks"),
         ("timeline", {"schedule": "python", "text": f"{F}programme"}, None, "line 2: NameError"),
         ("timeline", {"schedule": "python", "text": f"{F}[Action('F', rank)] * 9999"}, None, "39,996 actions"),
     ],
