@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+from workbench.run.stop_signals import STOP_SIGNALS
 
 
 def start_fork_server(modules: Sequence[str]) -> None:

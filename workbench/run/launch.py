@@ -30,7 +30,7 @@ from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallel
 from workbench.console import LinePrinter, first_line, print_line
 from workbench.run.all_ranks import run_on_all_ranks
-from workbench.run.fork_server import STOP_SIGNALS
+from workbench.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -75,12 +75,13 @@ def is_launched() -> bool:
             os.environ.pop(name, None)
         return False
     found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | os.environ
-    wrong = [name for name in NUMBERS if not found.get(name, "").isdecimal()]
-    for name in wrong or ["MASTER_ADDR"] * (not found.get("MASTER_ADDR")):
-        raise UserError(
-            f"RANK is set in the environment, but {name}={found.get(name, '')!r} is no {'number' if wrong else 'address'}; "
-            f"unset RANK, or let torchrun start the processes, which sets all variables"
-        )
+    for name in (*NUMBERS, "MASTER_ADDR"):
+        value = found.get(name, "")
+        if not (value.isdecimal() or (value and name == "MASTER_ADDR")):
+            raise UserError(
+                f"RANK is set in the environment, but {name}={value!r} cannot be used; unset RANK, or let torchrun start the "
+                f"processes, which sets all variables"
+            )
     return True
 
 
@@ -178,14 +179,13 @@ def init_process_group(
             members |= {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
         dist.init_process_group(backend, device_id=device_id, **members)
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
+        reason = first_line(error).rpartition(". ")[2]
+        if "EADDRINUSE" in reason:
             raise UserError(
-                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine, such as by another run; set another "
-                f"number for all ranks"
+                f"MASTER_PORT is in use on this machine ({reason}); set another number for all ranks"
             ) from error
         if backend != "gloo" or missing_ranks(error):
             raise
-        reason = first_line(error).rpartition(". ")[2]
         remedy = "is GLOO_SOCKET_IFNAME a name that `ip link` prints?"
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             remedy = "to restart ranks, torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -249,31 +249,6 @@ def check_same_config(
                     f"rank {rank} has {key}={other.get(key)!r}, but rank 0 has {first.get(key)!r}; start all processes "
                     f"with the same config and the same files"
                 )
-
-
-class StopSignals:
-    """Handler of SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 (which Slurm can send before a time
-    limit): the run ends after the current step.
-
-    A second signal has no effect: on Ctrl-C, every process gets one from the terminal and one from its launcher.
-    """
-
-    received = 0  # the signal's number
-
-    def __init__(self) -> None:
-        StopSignals.received, self.handlers = 0, dict[int, Any]()
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                self.handlers[number] = signal.signal(number, self._note)
-
-    def close(self) -> None:
-        """Give the signals back to the program, which may go on after its run."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    @staticmethod
-    def _note(number: int, _: Any) -> None:
-        StopSignals.received = number
 
 
 def missing_ranks(error: Exception) -> str | None:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from picotron.console import UserError
 from workbench.console import first_line, print_line
-from workbench.run.fork_server import STOP_SIGNALS, start_fork_server
+from workbench.run.fork_server import start_fork_server
 from workbench.run.launch import exit_on_error, is_launched, logger, set_log_level, set_up_logging
+from workbench.run.stop_signals import STOP_SIGNALS
 
 GRACE_SECONDS = 30.0  # for the other ranks, after one has ended with a stop signal; torchrun waits as long
 POLL_SECONDS = 0.05

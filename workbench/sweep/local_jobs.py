@@ -1,5 +1,6 @@
 """Sweeps without Slurm: run jobs on this machine, one after the other, with the same status files."""
 
+import contextlib
 import math
 import os
 import re
@@ -9,41 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from picotron.config import Config
 from workbench.console import print_line
+from workbench.run.stop_signals import StopSignals
 from workbench.sweep.jobs import OUT_OF_MEMORY, STOPPED, Job, Status
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(job: Job, config: Config) -> list[str]:
     """Return the command that runs a job on this machine."""
     return [sys.executable, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
-
-
-class Interrupt:
-    """Handler of SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal), unless they are ignored, as nohup does. It only
-    notes that one came, so the code that it interrupts is completed: a job that was stopped gets its status. Further
-    signals have no effect.
-    """
-
-    def __init__(self) -> None:
-        self.received = False
-
-    def __enter__(self) -> "Interrupt":
-        heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self._note) for number in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: Any) -> None:
-        self.received = True
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:
@@ -56,7 +35,9 @@ def stop(process: subprocess.Popen[bytes], grace: int) -> None:
         process.wait()
 
 
-def run_job(job: Job, config: Config, timeout: float | None, grace: int, claim: IO[str], interrupt: Interrupt) -> None:
+def run_job(
+    job: Job, config: Config, timeout: float | None, grace: int, claim: IO[str], interrupt: StopSignals
+) -> None:
     """Run a job and record in its status how it ended.
 
     If this process is killed, the job keeps running, and the claim lasts as long as the job.
@@ -107,7 +88,7 @@ def run_local_jobs(jobs: dict[Job, Config], timeout: float | None, grace: int, d
         The exit code: 0 if all jobs have completed, 130 after Ctrl-C, 1 otherwise.
     """
     before = {job: job.status for job in jobs}
-    with Interrupt() as interrupt:
+    with contextlib.closing(StopSignals()) as interrupt:
         for job, config in jobs.items():
             if interrupt.received:
                 break

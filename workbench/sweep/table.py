@@ -179,11 +179,11 @@ def best(rows: Sequence[dict[str, Any]]) -> str:
     """
     rows = [row for row in rows if row["status"] in ("completed", "")]
     column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
-    found = {row["name"]: row[column] for row in rows if math.isfinite(row.get(column, math.nan))}
+    found = sorted((row[column], row["name"]) for row in rows if math.isfinite(row.get(column, math.nan)))
     if len(found) < 2:
         return ""
-    name = min(found, key=lambda name: found[name])
-    return f"the lowest {column.replace('_', ' ')} is {found[name]:.4f}, of {name}"
+    loss, name = found[0]
+    return f"the lowest {column.replace('_', ' ')} is {loss:.4f}, of {name}"
 
 
 def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:

@@ -37,9 +37,8 @@ from workbench.own_loops.trainer import (
     set_up,
     used_keys,
 )
-from workbench.run.fork_server import STOP_SIGNALS
-from workbench.run.launch import StopSignals
 from workbench.run.ranks import run_ranks
+from workbench.run.stop_signals import STOP_SIGNALS, StopSignals
 from workbench.variants.experts import Experts
 
 

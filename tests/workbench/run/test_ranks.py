@@ -150,10 +150,10 @@ def test_a_run_ends_well_without_a_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE='' is no number"),
-        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='' is no number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' is no number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR='' is no address"),
+        ({"RANK": "0"}, "WORLD_SIZE='' cannot be used"),
+        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='' cannot be used"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' cannot be used"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR='' cannot be used"),
     ],
 )
 def test_nonsense_in_the_environment_is_an_error(
