@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron import process_group_manager as pgm
@@ -48,12 +49,15 @@ class Exchange(torch.autograd.Function):
 
 def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: Any) -> Tensor:
     """Compute rows, see `run_experts`, of which `counts` has the numbers for all experts of the group's ranks."""
-    # Even if everything up to here is frozen: all ranks exchange in backward if any of them trains an expert.
-    rows.requires_grad_(torch.is_grad_enabled())
-    leaving = counts.view(dist.get_world_size(group), -1)  # by rank and its expert
+    # In backward, all ranks exchange or none. So each tells the others, in a last column, whether it has to.
+    trains = rows.requires_grad or any(parameter.requires_grad for parameter in experts.parameters())
+    leaving = F.pad(counts.view(dist.get_world_size(group), -1), (0, 1), value=trains)  # by rank and its expert
     arriving = torch.empty_like(leaving)  # by the rank that sends the rows, and by this rank's expert
     dist.all_to_all_single(arriving, leaving, group=group)
-    sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # a GPU is waited for once
+    sums = torch.stack([leaving[:, :-1].sum(1), arriving[:, :-1].sum(1), arriving[:, -1]])
+    sent, received, trained = sums.tolist()  # a GPU is waited for once
+    rows.requires_grad_(torch.is_grad_enabled() and any(trained))
+    arriving = arriving[:, :-1]
     expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
     order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
     inverse = order.argsort()

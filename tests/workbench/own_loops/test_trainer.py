@@ -21,6 +21,7 @@ from picotron.config import Config
 from picotron.console import UserError
 from picotron.data.loader import epoch_order
 from tests.support.examples import make_trainer, save_weights
+from tests.support.memory import SavedBytes
 from tests.support.oracle import (
     assert_close,
     make_config,
@@ -92,6 +93,20 @@ def test_ep_ranks_that_train_different_experts_equal_one_process(pool: WorkerPoo
     (alone,) = pool.run(train_two_experts, 1, make_config("m2", **keys))
     for found in pool.run(train_two_experts, 2, make_config("dp2 ep2", **keys)):
         assert_close(found, alone)
+
+
+def saved_for_the_head(config: Config) -> int:
+    """Return the bytes that a step saves for backward if it trains the head only."""
+    trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name: "lm_head" not in name)
+    saved = SavedBytes(trainer.model)
+    with saved.hooks():
+        trainer.train(trainer.next_batches())
+    return saved.peak
+
+
+def test_frozen_experts_of_ep_ranks_save_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    keys = {"model__name": "docs/tiny-experts", "checkpoint__save_dir": str(tmp_path)}
+    assert pool.run(saved_for_the_head, 2, make_config("dp2 ep2", **keys)) == [0, 0]
 
 
 @pytest.mark.processes
