@@ -14,8 +14,7 @@ import hashlib
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from operator import methodcaller
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
@@ -90,9 +88,21 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
     """Return a hash of a program's own samples and of their order, see `Trainer.next_samples`."""
     order = config.training.seed if config.dataset.shuffle else "in order"
     digest = hashlib.sha256(repr(order).encode())
-    for sample in samples:  # with lists instead of tensors and arrays, whose repr leaves out most of their numbers
-        digest.update(repr(tree_map_only((Tensor, np.ndarray), methodcaller("tolist"), sample)).encode())
+    for sample in samples:
+        digest.update(repr(_as_lists(sample)).encode())
     return digest.hexdigest()[:24]
+
+
+def _as_lists(sample: Any) -> Any:
+    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers, also those
+    in a `BatchEncoding` of a tokenizer or in a named tuple.
+    """
+    if isinstance(sample, Tensor | np.ndarray):
+        return sample.tolist()
+    if isinstance(sample, Mapping):
+        return {key: _as_lists(value) for key, value in sample.items()}
+    kind = next((each for each in (list, tuple) if isinstance(sample, each)), None)
+    return kind(map(_as_lists, sample)) if kind else sample
 
 
 def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:

@@ -6,6 +6,7 @@ import gc
 import math
 import signal
 import weakref
+from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from transformers import BatchEncoding, LlamaConfig
 
 from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
@@ -195,8 +196,12 @@ def test_each_sample_occurs_once_in_an_epoch_also_if_the_batch_changes(pool: Wor
 def test_fingerprints_of_long_samples_differ(tmp_path: Path) -> None:
     config, tokens = config_of(tmp_path), torch.zeros(2, 2000, dtype=torch.long)
     tokens[1, 1000] = 1
-    for kinds in ([{"input_ids": row} for row in tokens], [(row.numpy(),) for row in tokens]):
-        assert fingerprint(config, kinds[:1]) != fingerprint(config, kinds[1:])
+    for kind in (dict, OrderedDict, UserDict, BatchEncoding):
+        a, b = (fingerprint(config, [kind({"input_ids": row})]) for row in tokens)
+        assert a != b
+        assert a == fingerprint(config, [{"input_ids": tokens[0].tolist()}])
+    for make in (lambda row: (row.numpy(),), lambda row: Data("", row)):
+        assert fingerprint(config, [make(tokens[0])]) != fingerprint(config, [make(tokens[1])])
 
 
 def data_of_its_own(config: Config) -> None:
