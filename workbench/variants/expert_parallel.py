@@ -56,7 +56,8 @@ def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: An
     dist.all_to_all_single(arriving, leaving, group=group)
     sums = torch.stack([leaving[:, :-1].sum(1), arriving[:, :-1].sum(1), arriving[:, -1]])
     sent, received, trained = sums.tolist()  # a GPU is waited for once
-    rows.requires_grad_(torch.is_grad_enabled() and any(trained))
+    if torch.is_grad_enabled() and any(trained):
+        rows.requires_grad_()
     arriving = arriving[:, :-1]
     expert = torch.arange(arriving.size(1), device=arriving.device).repeat(len(arriving))
     order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)

@@ -179,7 +179,7 @@ def test_a_run_that_fails_leaves_the_old_output(
     even: Path, tmp_path: Path, words: str, message: str, complete: Complete, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words.startswith("--pp_size"):  # as torchrun sets them
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
     if "DAMAGED" in words:
         model = LlamaForCausalLM.from_pretrained(even)
