@@ -175,7 +175,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
 
 def best(rows: Sequence[dict[str, Any]]) -> str:
     """Return a sentence about the run with the lowest loss, of its last evaluation or step, among those that have ended
-    well, or were started by hand; "" if there are less than two.
+    well, or were started by hand; "" if there are fewer than two.
     """
     rows = [row for row in rows if row["status"] in ("completed", "")]
     column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
