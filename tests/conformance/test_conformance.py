@@ -354,6 +354,7 @@ def status_of(*words: Any) -> int:
         return main()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("line", ["LACKS = ('mask',)", "LACKS = 'masks'", "KNOWN = {('step', 'dp1'): 'because'}"])
 def test_a_wrong_list_of_an_adapter_is_a_sentence(line: str, tmp_path: Path) -> None:
     (tmp_path / "adapter.py").write_text(f"{line}\nCHAPTERS = ('step',)\ndef run(case): ...\n")
