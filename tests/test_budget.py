@@ -23,7 +23,7 @@ TOKENS = {
     "extract_metrics.py": 19,
     "generate.py": 31,
     "picotron": 22_631,
-    "playground": 5_914,
+    "playground": 5_961,
     "puzzles": 23_806,
     "steps": 14_609,
     "submit_slurm_jobs.py": 1_385,
