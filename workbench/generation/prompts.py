@@ -165,8 +165,9 @@ class CompletionPrinter:
     """Printer of a completion while its tokens are drawn.
 
     All tokens so far are decoded together, because the text of a token can depend on those before it. The bytes of a
-    character can be split over several tokens. Until the last one is there, they decode to U+FFFD, which is held back;
-    with SentencePiece, so do complete characters of bytes before them, which are not printed again.
+    character can be split over several tokens. Until the last one is there, they decode to U+FFFD, which is held back.
+    With SentencePiece, complete characters before them become U+FFFD again if they are spelled as bytes, too; they are
+    not printed twice.
     (transformers' TextStreamer waits for the end of each word and, with SentencePiece, drops the first space of a line;
     DecodeStream of tokenizers does not know tokenizers written in Python, and drops a character that stays partial.)
     """

@@ -94,8 +94,8 @@ def fingerprint(config: Config, samples: Sequence[Any]) -> str:
 
 
 def _as_lists(sample: Any) -> Any:
-    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers, also those
-    in a `BatchEncoding` of a tokenizer or in a named tuple.
+    """Return a sample with lists instead of tensors and arrays, whose repr leaves out most of their numbers, also
+    within a tokenizer's `BatchEncoding` or a named tuple.
     """
     if isinstance(sample, Tensor | np.ndarray):
         return sample.tolist()

@@ -124,8 +124,8 @@ def set_up_device(config: Config) -> torch.device:
         raise UserError("this machine has no CUDA device; run on the CPU with --distributed.use_cpu true")
     if local_rank >= count:
         raise UserError(
-            f"local rank {local_rank} has no GPU, because this process sees {count}; start at most {count} processes on this "
-            f"machine, or let each see all GPUs (srun without --gpus-per-task, no CUDA_VISIBLE_DEVICES of its own)"
+            f"local rank {local_rank} has no GPU, because this process sees only {count}; start at most {count} processes on "
+            f"this machine, or let each of them see all GPUs: leave out srun's --gpus-per-task, or unset CUDA_VISIBLE_DEVICES"
         )
     if not ALLOCATOR_VARIABLES & os.environ.keys():
         # Memory grows in place, so that freed parts of different sizes leave fewer gaps. A variable could be too late:

@@ -49,7 +49,7 @@ class Exchange(torch.autograd.Function):
 
 def run_on_ranks(experts: nn.ModuleDict, rows: Tensor, counts: Tensor, group: Any) -> Tensor:
     """Compute rows, see `run_experts`, of which `counts` has the numbers for all experts of the group's ranks."""
-    # In backward, all ranks exchange or none. So each tells the others, in a last column, whether it has to.
+    # In backward, all ranks exchange or none. So each tells the others, in a last column, whether it needs to.
     trains = rows.requires_grad or any(parameter.requires_grad for parameter in experts.parameters())
     leaving = F.pad(counts.view(dist.get_world_size(group), -1), (0, 1), value=trains)  # by rank and its expert
     arriving = torch.empty_like(leaving)  # by the rank that sends the rows, and by this rank's expert
