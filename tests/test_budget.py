@@ -2,14 +2,12 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from docs.programs import make, reading_path
+from tests.support.program import run
 from tests.support.traced_step import code_tokens
 
 # Code tokens of each room: no comments, docstrings or layout, so that nobody saves by cramming. Programs that stand on
@@ -56,34 +54,6 @@ def test_a_room_stays_as_small_as_it_is(room: str) -> None:
     assert room != "picotron" or len(sources(room)) <= FILES
 
 
-@pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what a step runs: the functions and the number of code lines of each file."""
-    folder = tmp_path_factory.mktemp("step")
-    command = [sys.executable, "-m", "tests.support.traced_step", str(folder / "step.json")]
-    result = subprocess.run(
-        [*command, "--checkpoint.save_dir", str(folder / "run")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads((folder / "step.json").read_text())
-    return found
-
-
-@pytest.mark.processes
-def test_a_step_runs_no_more_code_than_it_does(step: dict[str, Any]) -> None:
-    found = {
-        "functions": sum(len(each["functions"]) for each in step.values()),
-        "files": len(step),
-        "lines": sum(each["lines"] for each in step.values()),
-    }
-    assert min(found.values()) > 0
-    assert {name: number for name, number in found.items() if number > STEP[name]} == {}
-
-
 PIECES = [piece for pieces in reading_path.parts().values() for piece in pieces]
 LEFT_OUT = " ".join(reading_path.LEFT_OUT.values()).split()
 
@@ -94,14 +64,22 @@ def test_the_reading_path_is_short() -> None:
 
 
 @pytest.mark.processes
-def test_each_function_of_a_step_is_in_the_reading_path_or_left_out(step: dict[str, Any]) -> None:
+def test_a_step_runs_no_more_code_than_it_does(tmp_path: Path) -> None:
+    """Each of its functions is in the reading path or left out there."""
+    out = tmp_path / "step.json"
+    run("-m", "tests.support.traced_step", out, "--checkpoint.save_dir", tmp_path / "run")
+    step = json.loads(out.read_text())
+    ran = [(file, name) for file, found in step.items() for name in found["functions"]]
+    found = {"functions": len(ran), "files": len(step), "lines": sum(each["lines"] for each in step.values())}
+    assert min(found.values()) > 0
+    assert {name: number for name, number in found.items() if number > STEP[name]} == {}
+
     def is_left_out(file: str, name: str) -> bool:
         return any(each in (name, name.rpartition(".")[2]) or file.startswith(each) for each in LEFT_OUT)
 
     def is_shown(file: str, name: str) -> bool:
         return any(file == each.file and f"{name}.".startswith(f"{each.name}.") for each in PIECES)
 
-    ran = [(file, name) for file, found in step.items() for name in found["functions"]]
     assert [each for each in ran if not is_shown(*each) and not is_left_out(*each)] == []
 
 

@@ -84,11 +84,11 @@ class Tracer:
         self.start_step(metrics)
 
 
-def traced(ranks: Path, *arguments: Any) -> None:
+def traced(ranks: Path, train_rank: partial[None]) -> None:
     """Train on this rank, and write what its second step ran to a file of the folder `ranks`."""
     tracer = Tracer()
     Metrics.start_step = lambda metrics: tracer.starts_step(metrics)  # type: ignore[method-assign]
-    train.train(*arguments)
+    train_rank()
     found = {"lines": sorted(tracer.lines), "functions": sorted(tracer.functions)}
     (ranks / os.environ.get("RANK", "0")).write_text(json.dumps(found))
 
@@ -98,7 +98,8 @@ def main() -> None:
     sys.argv = ["train.py", *OPTIONS.split(), *sys.argv[2:]]
     ranks = out.with_suffix(".ranks")
     ranks.mkdir(exist_ok=True)
-    train.train = partial(traced, ranks)  # the ranks are new processes, in which train.train is the original
+    run_ranks = train.run_ranks
+    train.run_ranks = lambda count, train_rank: run_ranks(count, partial(traced, ranks, train_rank))
     try:
         train.main()
     finally:
