@@ -368,7 +368,7 @@ class Llama(nn.Module):
         cos, sin = (table.to(x.dtype) for table in rope(self.frequencies.to(x.device), position_ids))
         for layer in layers:
             if recomputes and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
         return x

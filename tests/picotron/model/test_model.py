@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -105,6 +106,19 @@ def test_rotary_angles_of_distant_positions_equal_transformers() -> None:
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids)
     for ours, theirs in zip(rope(rope_frequencies(config), position_ids), expected, strict=True):
         assert torch.equal(ours[:, :, 0], theirs[..., : config.head_dim // 2])
+
+
+def test_recomputation_draws_the_random_numbers_of_forward() -> None:
+    """Dropout in a hook of a user drops the same numbers again."""
+    ids, gradients = torch.arange(12).view(2, 6), []
+    for recomputes in (False, True):
+        model = our_model(tiny_llama(), checkpoint_activations=recomputes)
+        for layer in model.model.layers.values():
+            layer.mlp.register_forward_hook(lambda _, x, y: F.dropout(y))
+        torch.manual_seed(0)
+        model(ids, target_ids=ids).backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_window_is_accepted_where_it_cannot_act(tmp_path: Path) -> None:
