@@ -279,5 +279,5 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
 def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: int = 0) -> LambdaLR:
     """Return the learning-rate schedule after `step` completed steps."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+        group.setdefault("initial_lr", group["lr"])  # which `load_state_dict` has loaded; its "lr" has decayed
     return LambdaLR(optimizer, learning_rate_factor(training), last_epoch=step - 1)

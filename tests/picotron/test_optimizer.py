@@ -8,7 +8,7 @@ from torch import nn
 
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import main_grad
-from picotron.optimizer import AdamW
+from picotron.optimizer import AdamW, make_scheduler
 from tests.support.oracle import assert_close, make_config, torch_adamw
 from workbench.variants.choose import make_optimizer
 
@@ -55,18 +55,20 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("states", ["bfloat16_moments", "bfloat16"])
 def test_an_optimizer_goes_on_with_the_bfloat16_states_of_another_one(states: str) -> None:
-    config = make_config("bfloat16", training__optimizer_states=states)
+    config = make_config("bfloat16", training__optimizer_states=states, training__lr_scheduler="linear")
     ends = []
     for loads in (False, True):
         layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
         nn.init.constant_(layer.weight, 1.0)
         optimizer = make_optimizer(DataParallelNaive(layer), config)
+        scheduler = make_scheduler(optimizer, config.training)
         for step in range(6):
             main_grad(layer.weight).copy_(torch.linspace(0.5, 1.5, 16).view(4, 4).roll(step, 0) * (1 + step))
             optimizer.step()
-            optimizer.param_groups[0]["lr"] *= 0.5
+            scheduler.step()
             if loads:
                 state, optimizer = optimizer.state_dict(), make_optimizer(optimizer.model, config)
                 optimizer.load_state_dict(copy.deepcopy(state))
+                scheduler = make_scheduler(optimizer, config.training, step + 1)
         ends.append(layer.weight)
     assert torch.equal(*ends)
