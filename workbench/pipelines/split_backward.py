@@ -109,7 +109,11 @@ class SplitLinear(torch.autograd.Function):
 
 @torch.compiler.disable  # torch.compile would join the two halves again
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply `torch.nn.functional.linear` with a backward that can be split."""
+    """Apply `torch.nn.functional.linear` with a backward that can be split. That of a computed weight, such as of a
+    parametrization, is not: its graph is freed by the first half.
+    """
+    if not weight.is_leaf:
+        return F.linear(x, weight, bias)
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # casts are a part of the graph
         dtype = torch.get_autocast_dtype(kind)
@@ -125,12 +129,12 @@ class SplitColumnParallel(ColumnParallel):
     def forward(
         ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.edges = gradient_edges(weights)
+        ctx.edges, ctx.splits = gradient_edges(weights), all(weight.is_leaf for weight in weights)  # see `split_linear`
         return ColumnParallel.forward(ctx, x, group, sequence_parallel, *weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if _deferred is None:
+        if _deferred is None or not ctx.splits:
             return ColumnParallel.backward(ctx, *gradients)
         x, *weights = ctx.saved_tensors
         dys = [gradient.flatten(0, 1) for gradient in gradients]  # (B * T, outputs/tp)

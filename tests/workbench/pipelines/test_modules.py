@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.console import UserError
 from picotron.data_parallel.data_parallel import DataParallelBucket
+from picotron.model.llama import Linear
 from picotron.process_group_manager import setup_process_group_manager
 from tests.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from tests.support.nccl_programs import recorded_rank
@@ -67,16 +69,24 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     assert len(masks) >= m  # forward only: no gradients of masks
 
 
-def test_split_linears_follow_autocast() -> None:
-    torch.manual_seed(0)
+class Squared(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.square()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Linear])
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_split_linears_follow_autocast_and_parametrizations(kind: type[nn.Linear], parametrized: bool) -> None:
     gradients = []
     for splits in (False, True):
-        model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+        model = nn.Sequential(kind(D, D), nn.Tanh(), kind(D, D))
         model.load_state_dict(
             {name: torch.arange(p.numel()).view(p.shape) / 99 for name, p in model.named_parameters()}
         )
         if splits:
             split_backward(model)
+        if parametrized:
+            parametrize.register_parametrization(model[0], "weight", Squared())
         with torch.autocast("cpu", torch.bfloat16), defer_weight_grads() as deferred:
             output = model(torch.arange(3.0 * D).view(3, D))
             output.sum().backward()
