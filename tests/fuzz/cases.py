@@ -38,7 +38,7 @@ SECTIONS: Case = {  # what the sections of a case are simplified to
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-6,
     },
     "data": {"weights": False, "ignored": 0.0, "documents": False, "scope": "global", "loss": "cross_entropy", "packed": False},
-    "modules": {"dp": 1, "frozen": [], "dp_engine": "bucket", "engine": "1f1b"},
+    "modules": {"copied": False, "dp": 1, "frozen": [], "dp_engine": "bucket", "engine": "1f1b"},
     "program": {"ranks": 1, "frozen": [], "engine": "bucket", "net": "inside", "optimizer": "wrapper"},
 }  # fmt: skip
 NUMBERS = (  # that are made smaller

@@ -4,6 +4,7 @@ Several tensors travel between an encoder and a decoder, one of them without a g
 shapes; a matrix is at two places, and some weights are not used.
 """
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -133,6 +134,8 @@ def train_stages(case: Case) -> dict[str, Any]:
     grid = setup_process_group_manager(1, 1, modules["pp"], modules["dp"])
     schedule = build(modules["engine"], modules["pp"], modules["m"])
     pipeline = pipeline_of(schedule, modules["frozen"])
+    if modules.get("copied"):
+        pipeline = copy.deepcopy(pipeline)
     model = WRAPPERS[modules["dp_engine"]](pipeline)
     optimizer = AdamW(model, TRAINING, fused=False)
     executor = Executor(schedule)
@@ -185,4 +188,5 @@ def draw_modules(dice: random.Random) -> Case:
     stages = build(engine, pp, m).num_stages
     frozen = sorted(dice.sample(range(stages), dice.randint(0, stages - 1))) if dice.random() < 0.3 else []
     dp, dp_engine = dice.choice((1, 4 // pp)), dice.choice(list(WRAPPERS))
-    return {"engine": engine, "pp": pp, "dp": dp, "m": m, "dp_engine": dp_engine, "frozen": frozen}
+    case = {"engine": engine, "pp": pp, "dp": dp, "m": m, "dp_engine": dp_engine, "frozen": frozen}
+    return case | {"copied": dice.random() < 0.2}

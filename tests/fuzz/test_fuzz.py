@@ -64,7 +64,7 @@ CORNERS: dict[str, Case] = {
     "frozen norms, zero3, recomputation": case_of("dp2 zero3 full", frozen=["norm", "embed_tokens"]),
     "frozen queries, split backward": case_of("pp2 tp2 zb_h1 sp m3", frozen=["q_proj"]),
     "one place of a tied matrix is frozen": {
-        "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2]}
+        "modules": {"engine": "zbv", "pp": 2, "dp": 1, "m": 3, "dp_engine": "zero1", "frozen": [2], "copied": True}
     },
     "moving biases of routers, recomputation of some": case_of(
         "dp2 pp2 ep2 full m5",

@@ -15,6 +15,8 @@ edges of its outputs, and the memory of the outputs is free once they are sent. 
 `deallocate_pipeline_outputs` frees as much.)
 """
 
+import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -72,6 +74,18 @@ class PipelineStages(nn.Module):
     """
 
     stages: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineStages":
+        """Copy the modules, with the placements of their parameters, which torch's copies lack, and the same groups."""
+        memo |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        for parameter in self.parameters():
+            place(memo[id(parameter)], **vars(placement(parameter)) | {"owned": None})
+        for module in copied.modules():  # a function that wraps a forward, as of torch.compile, has the old weights
+            if getattr(inspect.unwrap(module.forward), "__self__", module) is not module:
+                del module.forward
+        return copied
 
     def parameters_of(self, number: int) -> Iterable[nn.Parameter]:
         """Return the parameters that a stage of this rank uses."""

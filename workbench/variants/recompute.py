@@ -58,6 +58,7 @@ def recompute_result(owner: nn.Module, user: nn.Module, splits: bool, used: list
     fn: Callable[..., Tensor] = owner.forward
     latest: list[Any] = [None, ()]  # the last result, until `user` gets it, and its inputs
 
+    @functools.wraps(fn)
     def compute(*inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return fn(*inputs)

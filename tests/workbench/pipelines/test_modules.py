@@ -1,5 +1,6 @@
 """Pipelines of modules that are not Llamas: messages of several tensors, mistakes, and split linear layers."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from picotron.model.llama import Linear
 from picotron.process_group_manager import setup_process_group_manager
 from tests.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from tests.support.nccl_programs import recorded_rank
-from tests.support.oracle import make_config
+from tests.support.oracle import drawn_weights, make_config, tiny_llama
 from tests.support.training import CPU
-from workbench.pipelines.engine import BatchList
+from workbench.pipelines.engine import BatchList, plan_pipeline
 from workbench.pipelines.executor import Executor, StepState
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
@@ -25,6 +26,7 @@ from workbench.schedules.actions import Action
 from workbench.schedules.nccl_calls import operations
 from workbench.schedules.nccl_order import Play
 from workbench.schedules.schedules import build
+from workbench.variants.choose import build_model
 
 
 def mistake(kind: str) -> str:
@@ -67,6 +69,19 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
     assert {len(operation.parts) for operation in sent} <= {1, 2, 3}
     masks = [part.tensor for operation in sent for part in operation.parts if "bool" in part.tensor]
     assert len(masks) >= m  # forward only: no gradients of masks
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("key", [{"training__compile": True}, {"training__activation_checkpointing": "selective"}])
+def test_a_copy_of_a_stage_computes_with_its_own_weights(key: dict[str, Any]) -> None:
+    config, llama = make_config(**key), tiny_llama()
+    plan, weights = plan_pipeline(config, llama), drawn_weights(llama, 0)
+    stage = build_model(config, llama, plan.wrap, CPU, torch.float64, weights).module
+    copied = copy.deepcopy(stage)
+    for parameter in stage.parameters():
+        parameter.data.fill_(torch.nan)
+    positions = torch.arange(6).expand(2, -1)
+    assert copied(positions, positions).isfinite().all()
 
 
 class Squared(nn.Module):
