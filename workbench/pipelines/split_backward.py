@@ -156,8 +156,8 @@ def split_backward(model: nn.Module) -> None:
             module.product = split_linear
         elif isinstance(module, ParallelProjections):
             module.function = SplitColumnParallel
-        # A subclass, hook or parametrization of others may compute something else.
-        elif type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters:
+        # A subclass of others may compute something else.
+        elif type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 
