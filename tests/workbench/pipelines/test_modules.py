@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from conformance.worker_pool import WorkerPool
@@ -16,9 +16,9 @@ from picotron.model.llama import Linear
 from picotron.process_group_manager import setup_process_group_manager
 from tests.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from tests.support.nccl_programs import recorded_rank
-from tests.support.oracle import drawn_weights, make_config, tiny_llama
-from tests.support.training import CPU
-from workbench.pipelines.engine import BatchList, plan_pipeline
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import CPU, stage_of
+from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor, StepState
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
@@ -26,7 +26,6 @@ from workbench.schedules.actions import Action
 from workbench.schedules.nccl_calls import operations
 from workbench.schedules.nccl_order import Play
 from workbench.schedules.schedules import build
-from workbench.variants.choose import build_model
 
 
 def mistake(kind: str) -> str:
@@ -74,19 +73,12 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("key", [{"training__compile": True}, {"training__activation_checkpointing": "selective"}])
 def test_a_copy_of_a_stage_computes_with_its_own_weights(key: dict[str, Any]) -> None:
-    config, llama = make_config(**key), tiny_llama()
-    plan, weights = plan_pipeline(config, llama), drawn_weights(llama, 0)
-    stage = build_model(config, llama, plan.wrap, CPU, torch.float64, weights).module
+    stage = stage_of(make_config(**key), tiny_llama())
     copied = copy.deepcopy(stage)
     for parameter in stage.parameters():
         parameter.data.fill_(torch.nan)
     positions = torch.arange(6).expand(2, -1)
     assert copied(positions, positions).isfinite().all()
-
-
-class Squared(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.square()
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Linear])
@@ -101,7 +93,7 @@ def test_split_linears_follow_autocast_and_parametrizations(kind: type[nn.Linear
         if splits:
             split_backward(model)
         if parametrized:
-            parametrize.register_parametrization(model[0], "weight", Squared())
+            parametrize.register_parametrization(model[0], "weight", nn.Tanh())
         with torch.autocast("cpu", torch.bfloat16), defer_weight_grads() as deferred:
             output = model(torch.arange(3.0 * D).view(3, D))
             output.sum().backward()
