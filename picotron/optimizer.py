@@ -158,7 +158,7 @@ class AdamW(torch.optim.AdamW):
             master: i for i, master in enumerate(each for group in self.param_groups for each in group["params"])
         }
         for parameter, master in self.masters.items():
-            if master.dtype != parameter.dtype and numbers[master] in found["state"]:
+            if master.dtype != parameter.dtype and numbers.get(master) in found["state"]:
                 found["state"][numbers[master]] = {**found["state"][numbers[master]], "master": master.detach()}
         return found
 

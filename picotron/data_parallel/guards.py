@@ -38,8 +38,10 @@ class Guard:
         self.trained = {parameter for parameter in self.names if parameter.requires_grad}
         self.is_summed = any(placement(p).sum_over or dist.get_world_size(replicas(p)) > 1 for p in self.trained)
         self.replicated = {parameter for parameter in self.trained if dist.get_world_size(replicas(parameter)) > 1}
-        self.hooks: list[Any] = [register_optimizer_step_pre_hook(self.before_step)]
-        self.hooks.append(wrapper.register_forward_pre_hook(self.before_forward))
+        self.hooks = [
+            register_optimizer_step_pre_hook(self.before_step),
+            wrapper.register_forward_pre_hook(self.before_forward),
+        ]
         # Called instead of the wrapper's hook, which it then calls: a second hook of each parameter would cost more.
         self.take, wrapper._on_gradient = wrapper._on_gradient, self.on_gradient
         module.zero_grad = ZeroGrad(module, wrapper)
@@ -78,16 +80,17 @@ class Guard:
         self.take(parameter)
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self.names]
-        is_ours = getattr(optimizer, "model", None) is self.wrapper
-        if mine and not is_ours and all(parameter.grad is None for parameter in mine):
+        groups, masters = optimizer.param_groups, set(getattr(optimizer, "masters", {}).values())
+        mine = [p for group in groups for p in group["params"] if p in self.names and p not in masters]
+        if mine and all(parameter.grad is None for parameter in mine):
             raise UserError(
                 f"{type(optimizer).__name__} finds no gradient of {self.names[mine[0]]}: those of a wrapped module are in "
-                f"main_grad; use picotron.optimizer.AdamW. Without ZeRO, you can also set each grad to main_grad(parameter) "
-                f"after finish_grad_sync, and clear all by zero_grad of the wrapper, not of the optimizer"
+                f"main_grad; use picotron.optimizer.AdamW, whose groups hold its `masters[parameter]`. Without ZeRO, you can "
+                f"also set each grad to main_grad(parameter) after finish_grad_sync, and clear all by zero_grad of the wrapper, "
+                f"not of the optimizer"
             )
-        self.is_summed |= bool(mine) and not is_ours  # zero_grad of torch's optimizers does not clear main_grad
-        if mine or is_ours:
+        self.is_summed |= bool(mine)  # zero_grad of torch's optimizers does not clear main_grad
+        if mine or getattr(optimizer, "model", None) is self.wrapper:
             self.check_trained()
 
     def check_trained(self) -> None:
@@ -147,8 +150,7 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None
     Raises:
         UserError: a tensor differs, with its name.
     """
-    memory = {name: x.untyped_storage() for name, x in tensors.items()}
-    held = [name for name, each in memory.items() if each.device.type != "meta" and each.nbytes() > 0]
+    held = [name for name, x in tensors.items() if x.device.type != "meta" and x.untyped_storage().nbytes() > 0]
     if dist.get_world_size(group) == 1 or not held:
         return
     sums = []

@@ -211,6 +211,11 @@ class Bare(Habits):
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
+    def regroup(self) -> None:
+        """Let all parameters be one group."""
+        groups = self.optimizer.param_groups
+        groups[:] = [groups[0] | {"params": [p for p in self.net.parameters() if p.requires_grad]}]
+
     def load(self, seed: int) -> None:
         weights = {name: p.shape for name, p in self.net.named_parameters(remove_duplicate=False)}
         self.net.load_state_dict({name: 0.3 * drawn(seed, *shape) for name, shape in weights.items()}, strict=False)
@@ -385,6 +390,7 @@ def draw_event(dice: random.Random) -> Operation:
         ["lay_out", engine, dice.choice((1, 2))],
         ["reload"],
         ["rate", 0.5],
+        ["regroup"],
         ["load", seed],
         ["assign", dice.choice(("data", "vector")), seed],
         [dice.choice(("freeze", "unfreeze", "halve")), name],
