@@ -96,7 +96,7 @@ class Sentences:
         """Say which other tokens have the numbers that are wrong."""
         assert each.rows is not None
         cells, own = rows_alike(x[rows], whole), each.rows[rows]
-        if not cells.any(1).all():
+        if not cells.any(1).all() or cells[torch.arange(len(own)), own].any():  # its own numbers, a little wrong
             return ""
         there, here = self.tokens(cells.int().argmax(1)), self.tokens(own)
         return f" holds the values of {there}, not of {here}" if there != here else f" holds {here} in another order"

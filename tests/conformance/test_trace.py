@@ -92,6 +92,17 @@ def test_an_update_is_wrong_before_the_evaluation_after_it(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
+def test_numbers_that_are_a_little_wrong_are_not_those_of_another_token(tmp_path: Path) -> None:
+    """Before attention, equal tokens have equal numbers."""
+    hook = "lambda *_: _[-1] + 5e-9 * _[-1].sign()"
+    line = "    optimizer = adamw(model.parameters(), case)\n"
+    wrong = f"    model.model.layers[0].self_attn.q_proj.register_forward_hook({hook})\n{line}"
+    row = traced(tmp_path, DDP, "step", "dp2", line, wrong)
+    assert "layers.0.self_attn.q_proj output on ranks 0, 1 is " in row.trace
+    assert ", off by " in row.trace
+
+
+@pytest.mark.processes
 def test_what_is_not_compared_is_not_called_equal(tmp_path: Path) -> None:
     compiled = "    model._compiled_call_impl = model._call_impl\n    optimizer = adamw"
     row = traced(tmp_path, DDP, "step", "dp2", "    optimizer = adamw", compiled)
