@@ -237,14 +237,13 @@ class Checker:
         paths = {rank: case.folder / f"rank{rank}.safetensors" for rank in range(case.world_size)}
         outcomes = {rank: outcome_of(path) for rank, path in paths.items() if path.exists()}
         found = [outcome for outcome in outcomes.values() if outcome[0] == NOT_OFFERED]
-        if found:
-            row.verdict, row.detail = found[0]
-            return
         failures = {rank: text for rank, (kind, text) in outcomes.items() if kind == CRASHED}
         missing = [rank for rank in range(case.world_size) if rank not in outcomes]
         row.log = "".join(f"rank {rank}: {text}" for rank, text in failures.items())
         errors = {rank: message_of(text) for rank, text in failures.items()}
-        if failures and not (missing and all(map(LOST.search, errors.values()))):  # which only lost the missing ones
+        if found:
+            row.verdict, row.detail = found[0]
+        elif failures and not (missing and all(map(LOST.search, errors.values()))):  # which only lost the missing ones
             rank = min(errors, key=lambda rank: (bool(LOST.search(errors[rank])), rank))  # others only lost this rank
             row.verdict, row.detail = CRASHED, f"rank {rank}: {errors[rank]}"
         elif missing:
@@ -266,6 +265,8 @@ class Checker:
                     row.trace, row.wrong = self.traced(case, cases[-1], results, right, difference)
                 elif not row.trace:
                     row.trace = f"not traced: {reason}"
+        if case.layout != row.layout and row.verdict not in (EQUAL, KNOWN):
+            row.detail = f"resumed in {case.layout}: {row.detail}"
 
     def place(self, case: Case, rank: int) -> str:
         """Say where a rank that has not returned is, or that it has ended."""

@@ -306,6 +306,15 @@ def test_mistakes_can_be_planted_and_looked_for() -> None:
     assert REPORTED.keys() <= MISTAKES.keys()
 
 
+@pytest.mark.processes
+def test_a_row_that_fails_in_the_layout_of_its_resume_names_it(tmp_path: Path) -> None:
+    path, line = tmp_path / "trainer.py", "    model, gradients, result ="
+    source = DDP.read_text().replace(', "resume")', ",)")
+    path.write_text(source.replace(line, f"    case.require(ranks < 4, 'four ranks are too many')\n{line}"))
+    row = Checker(path).check("run", "dp2", "dp4")
+    assert (row.verdict, row.detail) == ("not offered", "resumed in dp4: four ranks are too many")
+
+
 EXAMPLES = {DDP: "dp2", ZERO1: "dp2", TENSOR: "tp2", PIPELINE: "pp4", RING: "cp2"}
 
 
