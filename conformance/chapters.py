@@ -83,7 +83,8 @@ CHAPTERS = {
 }  # fmt: skip
 
 ROPE = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 = ROPE | {"rope_type": "llama3", "original_max_position_embeddings": 32}
+# Of a head's three frequencies, one is kept, one interpolated and one divided by the factor.
+LLAMA3 = ROPE | {"rope_type": "llama3", "original_max_position_embeddings": 64}
 
 SINGLE = ("dp2", "tp2", "cp2", "pp2")
 PAIRS = ("dp2 x pp2", "dp2 x cp2", "dp2 x tp2", "pp2 x cp2", "pp2 x tp2", "cp2 x tp2")

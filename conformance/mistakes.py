@@ -150,6 +150,8 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("stale_frequencies", "self.frequencies = rope_frequencies(config)",
          "self.frequencies = rope.__dict__.setdefault(head_size(config), rope_frequencies(config))"),
         ("eps_of_norms_assumed", "self.weight, self.eps)\n", "self.weight, 1e-6)\n", "fuzz", "step dp2"),
+        ("frequencies_not_interpolated", "keep = keep.clamp(0, 1)", "keep = keep.clamp(0, 1).ceil()", "fuzz",
+         "run dp1 llama3"),
         ("theta_assumed", '1.0 / parameters["rope_theta"]', "1.0 / 1e4", "fuzz", "step dp2")],
     "workbench/variants/expert_parallel.py": [
         ("expert_gradients_times_ep", "gradient_scale=1 / ep_size", "gradient_scale=1.0", "fuzz",
