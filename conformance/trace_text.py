@@ -27,7 +27,7 @@ class Sentences:
 
     def wrong(self, wrong: list[Local]) -> str:
         """Describe a tensor that is wrong on some ranks or in some micro-batches: that of one of them."""
-        each = min(wrong, key=lambda w: (not w.x.isnan().any(), w.rows is None, w.rank, w.call))
+        each = min(wrong, key=lambda w: (w.rows is None, not w.x.isnan().any(), w.rank, w.call))
         step, phase, name, kind = each.key
         keys, before = self.trace.keys(step, phase), list[Local]()
         for key in keys[: keys.index(each.key)]:

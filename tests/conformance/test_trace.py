@@ -13,7 +13,7 @@ from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
-FSDP = "conformance/adapters/torch_fsdp.py"
+FSDP, TORCH_PP = "conformance/adapters/torch_fsdp.py", "conformance/adapters/torch_pp.py"
 
 
 @functools.cache
@@ -100,6 +100,17 @@ def test_numbers_that_are_a_little_wrong_are_not_those_of_another_token(tmp_path
     row = traced(tmp_path, DDP, "step", "dp2", line, wrong)
     assert "layers.0.self_attn.q_proj output on ranks 0, 1 is " in row.trace
     assert ", off by " in row.trace
+
+
+@pytest.mark.processes
+def test_a_trial_with_any_numbers_is_not_what_is_wrong(tmp_path: Path) -> None:
+    """torch's pipeline finds out shapes by a forward with uninitialised memory, here one that becomes NaN."""
+    hook = "lambda *_: calls.append(0) or _[-1] * (float('nan') if len(calls) == 1 else 1.1)"
+    line = "    model, total, losses ="
+    rest = "case.model(), torch.zeros(()), list[Tensor]()\n"
+    wrong = f"{line} {rest}    calls = []\n    model.model.layers[2].mlp.down_proj.register_forward_hook({hook})\n"
+    row = traced(tmp_path, TORCH_PP, "step", "pp2", f"{line} {rest}", wrong)
+    assert "layers.2.mlp.down_proj output on rank 1 is 1.1 times what it should be" in row.trace
 
 
 @pytest.mark.processes
