@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,18 @@ def test_several_processes_write_the_same_file(even: Path, tmp_path: Path, compl
         output.unlink(missing_ok=True)
         run(*launcher, "generate.py", *words)
         assert_same(read_jsonl(output), expected)
+
+
+@pytest.mark.processes
+def test_ranks_with_other_prompts_are_an_error(even: Path, tmp_path: Path) -> None:
+    """Machines that share no folder can have other files of a name. Tensor-parallel ranks would add up two prompts."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "prompts.txt").write_text("xy"[rank])
+    script = f'cd {tmp_path}/$RANK; exec {sys.executable} {Path("generate.py").resolve()} "$@"'
+    words = ["--checkpoint", even, "--tp_size", 2, "--prompts", "prompts.txt", "--output", "out.jsonl"]
+    done = run(*TORCHRUN, 2, "--no-python", "bash", "-c", script, "generate", *words, code=1)
+    assert "rank 1 has other prompts or options than rank 0" in done.stderr
 
 
 MESSAGES = [{"role": "user", "content": "a"}]
