@@ -2,7 +2,7 @@
 
     python -m conformance                                        list the chapters
     python -m conformance ADAPTER.py                             every chapter in a few layouts
-    python -m conformance ADAPTER.py --full                      every chapter in every layout
+    python -m conformance ADAPTER.py --full                      every chapter in more layouts
     python -m conformance ADAPTER.py --only run --layouts "dp2 x pp2" tp2
     python -m conformance ADAPTER.py --write FOLDER              write the cases, for a launcher of your own
     python -m conformance [ADAPTER.py] --judge FOLDER            judge what its ranks have written
