@@ -53,8 +53,9 @@ class Result:
         gradients: gradients of each step before clipping, by transformers' names of the parameters: whole tensors,
             DTensors or `Part`s. Those of the first step suffice, also without a sequence; an adapter without access to
             gradients leaves them out.
-        weights: weights after the last step, in the same form; with mixed precision, the master weights. An adapter
-            that writes a model folder to `case.output` can leave them out.
+        weights: weights after the last step, in the same form; with mixed precision, the master weights. The bias of a
+            router (dots1) is one of them, though transformers has it as a buffer. An adapter that writes a model folder
+            to `case.output` can leave them out.
         evaluations: loss of the evaluation batch after each step.
         tokens: new tokens of each prompt.
     """
