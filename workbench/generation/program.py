@@ -25,11 +25,10 @@ from workbench.generation.rotation import Completion, check_prompt, generate
 from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.modules import LlamaStages
-from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.config_reader import parse_config
-from workbench.run.launch import connect
+from workbench.run.launch import check_same, connect
 from workbench.run.model_config import end_tokens, load_model_config
 from workbench.run.ranks import run_ranks
 from workbench.run.run_folder import checkpoint_folders
@@ -89,16 +88,6 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
     weights = Checkpoint(folder, weights_only=True).weights()
     stage: Any = build_stage(config, model_config, plan.wrap, device, model_config.dtype, weights)
     return stage
-
-
-def check_same_arguments(*own: Any) -> None:
-    """Raise a UserError on every rank if ranks have other prompts or options, as machines with other files can have."""
-    first, *others = run_on_all_ranks(lambda: own)
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            raise UserError(
-                f"rank {rank} has other prompts or options than rank 0; start all processes with the same options and files"
-            )
 
 
 def without_end(completion: Completion, ends: tuple[int, ...]) -> Completion:
@@ -287,7 +276,8 @@ def run(options: argparse.Namespace) -> None:
         write_output(options.output, "", "a")
     with naming_deleted(folder):
         model = load_model(folder, options.pp_size, options.tp_size)
-    check_same_arguments([*prompts.values()], sampling, options.batch_size, options.chat)
+    hashes = {f"{name} with hash": hash(tuple(prompt)) for name, prompt in prompts.items()}
+    check_same(hashes | vars(sampling) | {"batch_size": options.batch_size, "chat": options.chat})
     if options.chat:
         chat(model, encoder, sampling)
     else:

@@ -241,6 +241,11 @@ def check_same_config(
     if model_config is not None:
         own |= {f"the model's {key}": value for key, value in model_config.to_dict().items()}
         del own["the model's transformers_version"]  # of this machine, not of the model
+    check_same(own)
+
+
+def check_same(own: dict[str, Any]) -> None:
+    """Raise a UserError on every rank if the ranks have different values of a key."""
     first, *others = run_on_all_ranks(lambda: own)
     for rank, other in enumerate(others, 1):
         for key in first | other:
