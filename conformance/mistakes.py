@@ -169,7 +169,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "step dp2 mixtral"),
         ("outputs_in_the_wrong_order", "Permute.apply(outputs, inverse, order)",
          "Permute.apply(outputs, order, inverse)", "fuzz", "step dp2 mixtral"),
-        ("load_of_one_rank", "    all_reduce(counts, None)\n", "", "test_experts"),
+        ("load_of_one_rank", "    all_reduce(counts, None)\n", "", "test_fuzz"),
         ("bias_in_the_weights", "weights = scores.gather(1, chosen)",
          "weights = (scores + self.get_parameter(BIAS)).gather(1, chosen)", "fuzz", "step dp2 dots1"),
         ("bias_falls_for_few", "(means - counts).sign()", "(counts - means).sign()", "test_fuzz"),

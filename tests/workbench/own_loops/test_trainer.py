@@ -70,7 +70,7 @@ def move_biases(config: Config) -> None:
         with pytest.raises(ZeroDivisionError):
             trainer.train(trainer.next_batches(), lambda *_: 1 / 0)  # type: ignore[arg-type]
         assert not any(each.load for each in trainer.model.modules() if isinstance(each, Experts))
-        assert trainer.train(trainer.next_batches())["expert_load"] >= 1
+        assert 1 <= trainer.train(trainer.next_batches())["expert_load"] <= 8
         biases = [p for name, p in trainer.model.named_parameters() if name.endswith("correction_bias")]
         assert any(bias.any() for bias in biases) != bool(frozen)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their load, routers against transformers, files, and what is refused."""
+"""Mixtures of experts: routers against transformers, files, and what is refused."""
 
 import json
 from pathlib import Path
@@ -9,46 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from conformance.case import sizes_of
 from conformance.models import WITH_EXPERTS, small_config
-from conformance.worker_pool import WorkerPool
-from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.families import model_cost
 from picotron.model.llama import Llama
-from picotron.parallelize import unwrap
 from tests.support.checkpoints import Run, run_config
 from tests.support.oracle import make_config, oracle_model, our_model
-from tests.support.training import train_steps, wrapped
 from workbench.pipelines.engine import check_layout
 from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.model_config import load_model_config
-
-
-def config_of(layout: str) -> Config:
-    keys = {"training__total_train_steps": 2, "training__micro_batch_size": 1, "dataset__shuffle": False}
-    return make_config(f"{layout} m{4 // sizes_of(layout)['dp']}", **keys)
-
-
-def loads(layout: str) -> list[dict[str, float]]:
-    """Return the load of the experts of each step."""
-    config, model_config = config_of(layout), small_config("mixtral")
-    model = wrapped(config, model_config)
-    found, attributes = [], vars(unwrap(model))
-    balance = attributes["after_step"]
-    attributes["after_step"] = lambda: found.append(balance())
-    train_steps(model, config, model_config)
-    return found
-
-
-def test_the_load_of_experts_is_the_same_in_every_layout(pool: WorkerPool) -> None:
-    (alone,) = pool.run(loads, 1, "")
-    assert all(1 <= each["expert_load"] <= 8 for each in alone)
-    for layout in (
-        "dp2 ep2 pp2 zb_h1",
-        "tp2 cp2 ep2 sp",
-    ):
-        assert pool.run(loads, 4, layout)[0] == alone
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
