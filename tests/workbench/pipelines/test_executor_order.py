@@ -22,7 +22,6 @@ from workbench.pipelines.planning import training_schedule
 from workbench.schedules.actions import Action
 from workbench.schedules.checker import add_communication
 from workbench.schedules.schedules import SCHEDULES, build
-from workbench.schedules.simulate import peak_activations
 
 
 def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
@@ -82,19 +81,15 @@ def live_activations(config: Config, model_config: LlamaConfig) -> tuple[Any, An
 @pytest.mark.parametrize("engine", ["looped_bfs", "zb_h1", "zbv", "dualpipev"])
 def test_activation_lifetimes_match_the_schedule(pool: WorkerPool, engine: str) -> None:
     model_config, config = tiny_llama(num_hidden_layers=6), make_config(f"pp3 {engine} m7")
-    programs = training_schedule(config).programs
+    receivers = 2 if SCHEDULES[engine].placement == "V" else 1  # one in each direction of the V
     for rank, (seen, program) in enumerate(pool.run(live_activations, 3, config, model_config)):
         live = set()
-        peak, receivers = 0, 2 if SCHEDULES[engine].placement == "V" else 1  # one in each direction of the V
         for action, (really, outputs) in zip(program, seen, strict=True):
             for part in action.parts:
                 if part.kind in "FBW":
                     (live.add if part.kind == "F" else live.discard)((part.stage, part.micro_batch))
             assert really == live, f"after {action} on rank {rank}"
             assert outputs <= 1 + MAX_SENDS_IN_FLIGHT * receivers
-            peak = max(peak, len(live))
-        pairs = any(len(action.parts) == 2 for action in program)  # the executor runs their actions one after the other
-        assert peak in (peak_activations(programs[rank]), peak_activations(programs[rank]) - pairs)
 
 
 def reductions(config: Config, model_config: LlamaConfig) -> tuple[list[str], int]:
