@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.config import Training
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.checkpoints import run_config, tensors_of, train
-from tests.support.oracle import make_config, tiny_llama
+from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
-from tests.support.training import CPU
 from workbench.files import UNFINISHED
 from workbench.run.checkpoint.checkpoint import Checkpoint
-from workbench.run.metrics import Metrics, Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
 KILLS = 3
@@ -85,13 +81,6 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> N
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def signal_on_one_rank(folder: str) -> int:
-    setup_process_group_manager(1, 1, 1, 3)
-    results = Metrics(make_config("dp3", checkpoint__save_dir=folder), tiny_llama(), CPU, torch.float64)
-    received, one = signal.SIGUSR1 if dist.get_rank() == 1 else 0, torch.ones(())
-    return results.end_step(Progress(step=1), one, one, 0.1, received)[1]
-
-
 def test_a_learning_rate_that_jumps_or_is_high_for_trained_weights_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -115,18 +104,14 @@ def test_a_learning_rate_that_jumps_or_is_high_for_trained_weights_is_a_warning(
         assert bool(expected) == bool(found)
 
 
-def test_signal_on_one_rank_stops_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(signal_on_one_rank, 3, str(tmp_path)) == [signal.SIGUSR1] * 3
-
-
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
 @pytest.mark.processes
 def test_a_signal_ends_a_run_after_its_step(tmp_path: Path) -> None:
-    """The run saves a checkpoint although none is due, and its exit code is 128 + SIGINT."""
-    stopped = changed_program(tmp_path, "os.killpg(os.getpgrp(), signal.SIGINT)")
-    words = arguments(tmp_path / "run", 1, 4, **{"checkpoint.save_frequency": "null"})
+    """All ranks save a checkpoint, although none is due and only one gets the signal. The exit code is 128 + SIGINT."""
+    stopped = changed_program(tmp_path, "os.kill(os.getpid(), signal.SIGINT)")
+    words = arguments(tmp_path / "run", 2, 2, **{"checkpoint.save_frequency": "null"})
     result = run(stopped, *words, code=128 + signal.SIGINT)
     assert "Traceback" not in result.stderr
     assert "error" not in result.stderr
