@@ -70,10 +70,8 @@ def with_grad_scaler(config: Config) -> dict[str, Any]:
 
 
 LAYOUTS = [
-    "",
     "cp2",
     "dp2 zero3",
-    "pp2 dp2 zero1 zb_h1",
     "pp2 tp2 sp zb_h1",
 ]
 
