@@ -174,16 +174,16 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def best(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence about the run with the lowest loss, of its last evaluation or step, among those that have ended
-    well, or were started by hand; "" if there are fewer than two.
+    """Return a sentence about the run with the lowest loss, of its last evaluation, or of its last step if fewer than
+    two have one, among those that have ended well, or were started by hand; "" if there are fewer than two.
     """
     rows = [row for row in rows if row["status"] in ("completed", "")]
-    column = "eval_loss" if any("eval_loss" in row for row in rows) else "final_loss"
-    found = sorted((row[column], row["name"]) for row in rows if math.isfinite(row.get(column, math.nan)))
-    if len(found) < 2:
-        return ""
-    loss, name = found[0]
-    return f"the lowest {column.replace('_', ' ')} is {loss:.4f}, of {name}"
+    for column in ("eval_loss", "final_loss"):
+        found = sorted((row[column], row["name"]) for row in rows if math.isfinite(row.get(column, math.nan)))
+        if len(found) > 1:
+            loss, name = found[0]
+            return f"the lowest {column.replace('_', ' ')} is {loss:.4f}, of {name}"
+    return ""
 
 
 def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:

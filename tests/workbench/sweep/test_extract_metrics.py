@@ -131,6 +131,15 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     assert (3 < low < 4, 7 < high < 8) == (True, True)
 
 
+def test_runs_are_compared_by_their_losses_unless_two_have_been_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(tmp_path / "a", [record(1, 10.0, 5.0)], "completed")
+    job(tmp_path / "b", [record(1, 10.0, 4.0, eval_loss=9.0)], "completed")
+    extract(tmp_path)
+    assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
+
+
 def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
     for rate in ("0.1", "0.01"):
         file = job(tmp_path / f"lr{rate}", steps(1)).config_file
