@@ -138,7 +138,8 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
     Args:
         warmup: number of first steps that throughput and MFU exclude.
     """
-    timed = [record for record in run.records if record["step"] > 0][warmup:]
+    trained = [record for record in run.records if record["step"] > 0]
+    timed = trained[warmup:]
     row: dict[str, Any] = {"name": run.name, "status": run.status} | ({"problem": run.problem} if run.problem else {})
     if run.config is not None:
         layout, training = run.config.distributed, run.config.training
@@ -149,8 +150,8 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
     for column, field, records, summary in (
         ("step", "step", run.records, max),
         ("final_loss", "loss", run.records, operator.itemgetter(-1)),
-        ("eval_loss", "eval_loss", run.records, operator.itemgetter(-1)),
-        ("bits_per_byte", "bits_per_byte", run.records, operator.itemgetter(-1)),
+        ("eval_loss", "eval_loss", trained, operator.itemgetter(-1)),
+        ("bits_per_byte", "bits_per_byte", trained, operator.itemgetter(-1)),
         (f"median_{RATE}", RATE, timed, median),
         ("mfu", "mfu", timed, fmean),
         ("memory_gb", "memory_gb", run.records, max),

@@ -134,7 +134,8 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
 def test_runs_are_compared_by_their_losses_unless_two_have_been_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job(tmp_path / "a", [record(1, 10.0, 5.0)], "completed")
+    untrained = {"step": 0, "tokens": 0, "eval_loss": 8.0}
+    job(tmp_path / "a", [untrained, record(1, 10.0, 5.0)], "completed")
     job(tmp_path / "b", [record(1, 10.0, 4.0, eval_loss=9.0)], "completed")
     extract(tmp_path)
     assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
