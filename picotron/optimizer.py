@@ -73,7 +73,7 @@ class AdamW(torch.optim.AdamW):
         for p in filter(lambda p: p.requires_grad, model.parameters()):
             weight, dtype = owned_weight(p), self.master_dtype(p)
             self.masters[p] = weight if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
-        self.versions = {p: version_of(p) for p in self.masters}
+        self.versions: dict[Tensor, Any] = {}  # of weights after their last step
         matrices = [master for p, master in self.masters.items() if p.ndim >= 2]
         vectors = [master for p, master in self.masters.items() if p.ndim < 2]
         super().__init__(
@@ -105,7 +105,7 @@ class AdamW(torch.optim.AdamW):
         """Update some of the weights."""
         parameters = [p for p in parameters if p in self.masters]
         rounded = [p for p in parameters if p.dtype != self.masters[p].dtype]
-        for changed in (p for p in rounded if version_of(p) != self.versions[p]):
+        for changed in (p for p in rounded if version_of(p) != self.versions.get(p)):
             weight, master = owned_weight(changed), self.masters[changed]
             master.copy_(torch.where(weight == master.to(weight.dtype), master, weight))
         self.update_masters(parameters)
@@ -170,9 +170,10 @@ class AdamW(torch.optim.AdamW):
             state = self.state.get(master, {})
             if "master" in state:
                 master.copy_(state.pop("master"))
-            likes = self.new_state(parameter, 0) if state else {}
-            for name, like in likes.items():  # torch has converted the moments to the dtype of the master weight
+            # torch has converted the moments to the dtype of the master weight
+            for name, like in self.new_state(parameter, 0).items() if state else ():
                 state[name] = state[name].to(like)
+        self.versions = {}  # the next step compares all weights with the master weights
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients of the model to zero, see `DataParallel.zero_grad`."""

@@ -32,12 +32,12 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
         exact.grad = gradients.double()
         for weight in (half, full):
             main_grad(weight).copy_(gradients)
-        if step == 20:
-            state, optimizer = optimizer.state_dict(), AdamW(optimizer.model, config, fused)
-            optimizer.load_state_dict(state)
         if step == 30:
             with torch.no_grad():
                 half[3, 3] = full[3, 3] = exact[3, 3] = 1 + 2**-7
+        if step in (20, 30):
+            state, optimizer = optimizer.state_dict(), AdamW(optimizer.model, config, fused)
+            optimizer.load_state_dict(state)
         if step == 40:
             for weight in (half, full, exact):
                 weight.data = weight.detach().index_fill(0, torch.tensor([2]), 1.0)

@@ -52,12 +52,17 @@ def config_of(folder: Path, layout: str = "", model: LlamaConfig | None = None, 
 
 
 def train_twice(*configs: Config) -> None:
-    """Train in one process as in a notebook: with `set_up`, and again, and go on. A step has the batches of two."""
+    """Train in one process as in a notebook: with `set_up`, and again, and go on. A step has the batches of two, and
+    the program changes weights after it.
+    """
     handlers, losses = [signal.getsignal(each) for each in STOP_SIGNALS], []
     for config in configs:
         with set_up(config, Data("", None, random_rows(config))) as trainer:
             read = trainer.next_batches
-            losses += [trainer.train([*read(), *read()])["loss"] for _ in trainer.steps()]
+            for _ in trainer.steps():
+                losses.append(trainer.train([*read(), *read()])["loss"])
+                with torch.no_grad():
+                    torch._foreach_mul_([*trainer.model.parameters()], 0.9)
     assert losses[:4] == losses[4:]
     assert len(set(losses)) == 4
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
@@ -112,7 +117,7 @@ def test_frozen_experts_of_ep_ranks_save_nothing(pool: WorkerPool, tmp_path: Pat
 
 @pytest.mark.processes
 def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"layout": "dp2", "checkpoint__save_frequency": 2}
+    keys: dict[str, Any] = {"layout": "dp2 bfloat16", "checkpoint__save_frequency": 2}
     half = config_of(tmp_path, **keys, training__max_tokens=2 * 4 * 16)
     rest, again = (config_of(tmp_path, **keys, checkpoint__load_path=path) for path in ("latest", ""))
     run_ranks(2, functools.partial(train_twice, half, rest, again))

@@ -234,7 +234,8 @@ class Checkpoint:
 
     def weights(self) -> ReadTensor:
         """Return a reader of the weights, for `materialise`. The weights of the model are the master weights, rounded,
-        so it reads these, except for frozen parameters, which have none.
+        so it reads these, except for frozen parameters, which have none, and for weights that a program has changed
+        since its last step.
 
         Raises:
             UserError: on every rank, if the weights of a model folder, which has no checksums, differ between ranks, or
@@ -249,10 +250,14 @@ class Checkpoint:
                     f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
                     f"machines"
                 )
-        masters = SafetensorsFolder(self.folder, "master") if self.has("master") else model
+        masters = SafetensorsFolder(self.folder, "master") if self.has("master") else None
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:
-            return (masters if name in masters.file_of else model).read(names.get(name, name), shape, index)
+            weight = model.read(names.get(name, name), shape, index)
+            if masters is None or name not in masters.file_of:
+                return weight
+            master = masters.read(name, shape, index)
+            return torch.where(weight == master.to(weight.dtype), master, weight)
 
         return read
 
