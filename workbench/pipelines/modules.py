@@ -79,12 +79,14 @@ class PipelineStages(nn.Module):
         """Copy the modules, with the placements of their parameters, which torch's copies lack, and the same groups."""
         memo |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
         copied = memo[id(self)] = type(self).__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))  # without what `compile` adds
         for parameter in self.parameters():
-            place(memo[id(parameter)], **vars(placement(parameter)) | {"owned": None})
-        for module in copied.modules():  # a function that wraps a forward, as of torch.compile, has the old weights
-            if getattr(inspect.unwrap(module.forward), "__self__", module) is not module:
-                del module.forward
+            if (own := memo.get(id(parameter), parameter)) is not parameter:  # which a program's `memo` can share
+                place(own, **vars(placement(parameter)) | {"owned": None})
+        for module in self.modules():  # a function that wraps a forward, as of torch.compile, has the old weights
+            other = memo.get(id(module), module)
+            if getattr(inspect.unwrap(other.forward), "__self__", None) is module is not other:
+                del other.forward
         return copied
 
     def parameters_of(self, number: int) -> Iterable[nn.Parameter]:

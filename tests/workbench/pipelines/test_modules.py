@@ -73,10 +73,16 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("key", [{"training__compile": True}, {"training__activation_checkpointing": "selective"}])
 def test_a_copy_of_a_stage_computes_with_its_own_weights(key: dict[str, Any]) -> None:
+    """It has the forwards that a program has set, and the modules that it shares."""
     stage = stage_of(make_config(**key), tiny_llama())
-    copied = copy.deepcopy(stage)
-    for parameter in stage.parameters():
-        parameter.data.fill_(torch.nan)
+    model = stage.module.model
+    unused, used = (model.layers[i].mlp for i in "01")
+    unused.forward = used.forward
+    stage.compile(backend="eager")
+    for lost in (unused, stage):
+        copied = copy.deepcopy(stage, {id(model.norm): model.norm})
+        for parameter in {*lost.parameters()} - {model.norm.weight}:
+            parameter.data.fill_(torch.nan)
     positions = torch.arange(6).expand(2, -1)
     assert copied(positions, positions).isfinite().all()
 
