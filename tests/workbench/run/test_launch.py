@@ -5,7 +5,6 @@ import datetime
 import logging
 import socket
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,37 +31,32 @@ from workbench.run.launch import (
 )
 
 
-def with_config_of_its_own(*changes: dict[str, Any]) -> str:
-    return error_of(lambda: check_same_config(make_config(**changes[dist.get_rank()])))
-
-
-def test_ranks_with_different_configs_are_an_error(pool: WorkerPool) -> None:
-    """Replicas that start from other weights, or update them otherwise, would train without an error."""
-    for error in pool.run(with_config_of_its_own, 2, {}, {"training__seed": 7}):
-        assert "rank 1 has training.seed=7, but rank 0 has 42" in error
-    assert pool.run(with_config_of_its_own, 2, {}, {"environment__OMP_NUM_THREADS": 3}) == ["no error"] * 2
-
-
-def with_files_of_its_own(config: Config, *folders: Path) -> str:
-    with contextlib.chdir(folders[dist.get_rank()]):
+def with_files_of_its_own(*machines: tuple[Config, Path]) -> str:
+    config, folder = machines[dist.get_rank()]
+    with contextlib.chdir(folder):
         model_config, plan = check_model(config)
     return error_of(lambda: check_same_config(config, model_config, plan.identity))
 
 
-def test_ranks_with_different_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    """Files of one name, on machines of their own: another model or another schedule would train without an error."""
-    machines = [({}, "1F0,1F1"), ({"rms_norm_eps": 0.1}, "1F0,1F1"), ({}, "1F1,1F0")]
-    folders = [tmp_path / str(i) for i in range(3)]
-    for folder, (changes, order) in zip(folders, machines, strict=True):
+def test_ranks_with_other_configs_or_files_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    """Replicas that start from other weights would train without an error. So would other models or schedules in files
+    of one name, on machines of their own.
+    """
+    machines = []
+    for keys, changes, order, sentence in (
+        ({}, {}, "1F0,1F1", "no error"),
+        ({"environment__OMP_NUM_THREADS": 3}, {}, "1F0,1F1", "no error"),
+        ({"training__seed": 7}, {}, "1F0,1F1", "rank 1 has training.seed=7, but rank 0 has 42"),
+        ({}, {"rms_norm_eps": 0.1}, "1F0,1F1", "rank 1 has the model's rms_norm_eps=0.1, but"),
+        ({}, {}, "1F1,1F0", "rank 1 has the schedule's SHA-256='"),
+    ):
+        folder = tmp_path / str(len(machines))
         tiny_llama(**changes).save_pretrained(folder / "model")
         (folder / "order.csv").write_text(f"0F0,0F1,0B0,0B1\n{order},1B0,1B1\n")
-    config = make_config("pp2 m2", model__name="model", pp_engine="csv:order.csv")
-    found = [pool.run(with_files_of_its_own, 2, config, folders[0], folder) for folder in folders]
-    assert found[0] == ["no error"] * 2
-    starts = ("the model's rms_norm_eps=0.1, but", "the schedule's SHA-256='")
-    for texts, start in zip(found[1:], starts, strict=True):
-        assert texts == [texts[0]] * 2
-        assert texts[0].startswith(f"rank 1 has {start}")
+        machines.append((make_config("pp2 m2", model__name="model", pp_engine="csv:order.csv", **keys), folder))
+        found = pool.run(with_files_of_its_own, 2, machines[0], machines[-1])
+        assert found == [found[0]] * 2
+        assert sentence in found[0]
 
 
 def call_alone(group: dist.ProcessGroup) -> None:
