@@ -53,6 +53,19 @@ def test_bfloat16_weights_have_float32_master_weights(fused: bool) -> None:
 
 
 @pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("states", ["float32", "bfloat16_moments", "bfloat16"])
+def test_a_weight_in_no_group_is_not_updated(states: str) -> None:
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = make_optimizer(DataParallelNaive(layer), make_config("bfloat16", training__optimizer_states=states))
+    del optimizer.param_groups[1]
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+        main_grad(parameter).fill_(1.0)
+    optimizer.step()
+    assert [parameter.any() for parameter in layer.parameters()] == [True, False]
+
+
+@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("states", ["bfloat16_moments", "bfloat16"])
 def test_an_optimizer_goes_on_with_the_bfloat16_states_of_another_one(states: str) -> None:
     config = make_config("bfloat16", training__optimizer_states=states, training__lr_scheduler="linear")

@@ -58,7 +58,7 @@ class BFloat16AdamW(AdamW):
     def update_masters(self, parameters: list[nn.Parameter]) -> None:
         groups = {master: group for group in self.param_groups for master in group["params"]}
         for parameter in parameters:
-            if parameter in self.elements:
+            if parameter in self.elements and self.masters[parameter] in groups:
                 self.update_in_chunks(parameter, self.elements[parameter], groups[self.masters[parameter]])
         super().update_masters([parameter for parameter in parameters if parameter not in self.elements])
 
