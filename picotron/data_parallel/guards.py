@@ -80,8 +80,9 @@ class Guard:
         self.take(parameter)
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        groups, masters = optimizer.param_groups, set(getattr(optimizer, "masters", {}).values())
-        mine = [p for group in groups for p in group["params"] if p in self.names and p not in masters]
+        groups, is_ours = optimizer.param_groups, getattr(optimizer, "model", None) is self.wrapper
+        masters = optimizer.masters if is_ours else {}
+        mine = [p for group in groups for p in group["params"] if p in self.names and masters.get(p) is not p]
         if mine and all(parameter.grad is None for parameter in mine):
             raise UserError(
                 f"{type(optimizer).__name__} finds no gradient of {self.names[mine[0]]}: those of a wrapped module are in "
@@ -90,7 +91,7 @@ class Guard:
                 f"not of the optimizer"
             )
         self.is_summed |= bool(mine)  # zero_grad of torch's optimizers does not clear main_grad
-        if mine or getattr(optimizer, "model", None) is self.wrapper:
+        if mine or is_ours:
             self.check_trained()
 
     def check_trained(self) -> None:
