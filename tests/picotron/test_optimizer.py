@@ -1,7 +1,6 @@
 """The optimizer: float32 master weights, and parameters of two dtypes."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -64,15 +63,6 @@ def test_a_weight_in_no_group_is_not_updated(states: str) -> None:
         main_grad(parameter).fill_(1.0)
     optimizer.step()
     assert [parameter.any() for parameter in layer.parameters()] == [True, False]
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_optimizers_of_other_modules_are_not_looked_into() -> None:
-    optimizer: Any = torch.optim.SGD(nn.Linear(4, 4).parameters())
-    optimizer.masters = []
-    wrapper = DataParallelNaive(nn.Linear(4, 4))
-    optimizer.step()
-    wrapper.close()
 
 
 @pytest.mark.usefixtures("_one_rank")
