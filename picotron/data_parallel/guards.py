@@ -67,8 +67,8 @@ class Guard:
     def on_gradient(self, parameter: Tensor) -> None:
         wrapper, bucket = self.wrapper, self.wrapper.bucket_of.get(parameter)
         is_late = wrapper.is_averaged and self.is_summed  # of all gradients, because the first one resets the flag
-        reduces = wrapper.require_backward_grad_sync and parameter in self.replicated and bucket
-        if parameter.grad is not None and (is_late or (reduces and parameter not in bucket.pending_parameters)):
+        is_ready = parameter in self.replicated and bucket and parameter not in bucket.pending_parameters
+        if parameter.grad is not None and (is_late or is_ready):
             raise UserError(
                 f"{self.names[parameter]} has a gradient after the gradients of this step were averaged; call zero_grad "
                 f"of the wrapper before the next backward, and finish_grad_sync, clip_grad_norm or step only after the last one"

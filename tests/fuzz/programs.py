@@ -369,13 +369,13 @@ def draw_program(dice: random.Random) -> Case:
 
 def draw_step(dice: random.Random) -> list[Operation]:
     """Draw a step: backwards, perhaps with forwards between them, and an update."""
-    count, flags = dice.randint(1, 3), dice.choice(("last",) * 5 + (False, True, None))
+    count, flags = dice.randint(1, 3), dice.choice(("last",) * 5 + ("first", False, True, None))
     losses = [*LOSS_OF][:-1]  # with ZeRO-3, ranks cannot be `routed` to other layers
     found: list[Operation] = []
     for i in range(count):
         forward = ["forward", dice.choice(("no_grad", "inference", "grad")), dice.randrange(100)]
         loss = "plain" if dice.random() < 0.6 else dice.choice(losses)
-        flag = i == count - 1 if flags == "last" else flags
+        flag = {"first": i == 0, "last": i == count - 1}.get(flags, flags)
         found += [forward] * (dice.random() < 0.2) + [["backward", loss, flag, dice.randrange(100)]]
     found += [["finish"]] * dice.choice((0, 0, 1, 2)) + [["forward", "no_grad", 7]] * (dice.random() < 0.2)
     found += [["clip", dice.choice((None, 0.1))]] * (dice.random() < 0.7)
