@@ -53,7 +53,7 @@ endif
 check: lint ## lint, and run the tests that start no processes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not processes" $(ARGS)
 
-test: $(STAMP) ## run the tests (4 minutes on 2 cores)
+test: $(STAMP) ## run the tests (5 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 slow: $(STAMP) ## run the long tests, apart from the pages' commands
