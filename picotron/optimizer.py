@@ -278,9 +278,9 @@ def learning_rate_factor(training: Training) -> Callable[[int], float]:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, training: Training, step: int = 0) -> LambdaLR:
-    """Return the learning-rate schedule after `step` completed steps. Its fractions are of each group's `initial_lr`.
-    That is, as with torch's schedules, the `lr` at the optimizer's first schedule, unless a program sets it.
+    """Return the learning-rate schedule after `step` completed steps. The rates are fractions of each group's
+    `initial_lr`: as with torch's schedules, the group's `lr` when its first schedule is made, unless a program sets it.
     """
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # which `load_state_dict` has loaded; its "lr" has decayed
+        group.setdefault("initial_lr", group["lr"])  # a loaded state has it, and an "lr" that has decayed
     return LambdaLR(optimizer, learning_rate_factor(training), last_epoch=step - 1)

@@ -276,6 +276,7 @@ def run(options: argparse.Namespace) -> None:
         write_output(options.output, "", "a")
     with naming_deleted(folder):
         model = load_model(folder, options.pp_size, options.tp_size)
+    # Machines that share no folder can have other files of the same name.
     hashes = {f"{name} with hash": hash(tuple(prompt)) for name, prompt in prompts.items()}
     check_same(hashes | vars(sampling) | {"batch_size": options.batch_size, "chat": options.chat})
     if options.chat:
