@@ -33,7 +33,7 @@ EQUAL, DIFFERS, NOT_OFFERED, CRASHED, HANGS = "equal", "differs", "not offered",
 KNOWN = "known"  # a difference, a crash or a hang of which the adapter's KNOWN gives the reason
 ROTARY = 1e-5  # largest error that the last bits of rotary tables can make
 MOST = 10_000  # ranks, steps and other numbers of a case
-LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|socket")
+LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvValue failed|client socket")
 
 
 def message_of(text: str) -> str:
