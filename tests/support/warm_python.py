@@ -181,6 +181,9 @@ def begin_fork_server(command: str, descriptors: set[int]) -> None:
         for each in {int(name) for name in os.listdir("/proc/self/fd")} - descriptors:
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(each)
+        for number in FORWARDED:
+            if callable(signal.getsignal(number)):  # as a new program
+                signal.signal(number, signal.SIG_DFL)
         importlib.reload(forkserver)
         sys.modules["__main__"] = ModuleType("__main__")
         exec(command, {})

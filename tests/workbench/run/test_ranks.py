@@ -46,6 +46,7 @@ def start(self, real=multiprocessing.context.ForkServerProcess.start):
     real(self)
 
 if __name__ == "__main__":
+    print(os.getsid(0), flush=True)
     multiprocessing.context.ForkServerProcess.start = start
     with contextlib.suppress(UserError):
         run_ranks(4, work)
@@ -98,7 +99,6 @@ def processes_of(session: int) -> int:
     return sum(row.split()[0] == str(session) and "Z" not in row for row in table.splitlines())
 
 
-@pytest.mark.cold
 @pytest.mark.processes
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     """The launcher is killed, or an error ends its call, when it starts the first, second, ... rank, and afterwards."""
@@ -109,12 +109,14 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     for how, at in [(kill, 1), (kill, 3), (kill, 0), (hang_up, 2), ("error", 3)]:
         words = [sys.executable, tmp_path / "ends.py", how, str(at)]
         launchers.append(subprocess.Popen(words, stdout=subprocess.PIPE, env=variables, start_new_session=True))
+    sessions = [int(each.stdout.readline()) for each in launchers]
     *ended, notebook = launchers
-    assert [each.wait(120) for each in ended] == [-signal.SIGKILL] * 3 + [128 + signal.SIGHUP]
+    assert [each.wait(30) for each in ended] == [-signal.SIGKILL] * 3 + [128 + signal.SIGHUP]
     assert notebook.stdout.readline() == b"goes on\n"
-    time.sleep(5)
-    assert [processes_of(each.pid) for each in launchers] == [0] * 4 + [3]  # it, and what starts processes
-    notebook.kill()
+    end = time.monotonic() + 5
+    while (found := [*map(processes_of, sessions)]) != [0] * 4 + [3]:  # it, and what starts processes
+        assert time.monotonic() < end, found
+    os.kill(sessions[-1], signal.SIGKILL)
     assert notebook.stdout.read() == b""  # nobody holds the pipe any more
 
 
