@@ -38,8 +38,8 @@ LAYOUTS = [
     "s9_cp dp1 pp2 cp2 tp1",
     "s10_ep dp2 pp2 cp1 tp1",
     "s10_ep dp2 pp1 cp2 tp1",
-    "s10_ep dp2 pp1 cp1 tp2",
-    "s11_muon dp2 pp1 cp2 tp1",
+    pytest.param("s10_ep dp2 pp1 cp1 tp2", marks=pytest.mark.slow),
+    pytest.param("s11_muon dp2 pp1 cp2 tp1", marks=pytest.mark.slow),
     "s11_muon dp2 pp1 cp1 tp2",
     "clip dp1 pp2 cp1 tp2",
 ]  # a program, and its sizes

@@ -72,8 +72,8 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
         ("cp2 pp2 zb_h1", {}),
         ("tp2 pp2 dualpipev", {"num_hidden_layers": 4}),  # of whose backwards some are split
         ("dp2 cp2 ulysses contiguous", {}),
-        ("tp4 full", {}),  # two ranks hold a key/value head
-        ("tp4", {"max_position_embeddings": 300}),  # the loss has two chunks
+        # two ranks hold a key/value head, and the loss has two chunks
+        ("tp4 full", {"max_position_embeddings": 300}),
         ("pp4", {"num_hidden_layers": 6}),  # of which those in the middle are played once
         ("dp2 cp2 ep4", {"family": "qwen3_moe"}),
         # the pp ranks differ only in the layers that have experts
@@ -82,7 +82,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
             {"family": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0, 1]},
         ),
         ("dp4 ep2 zero1", {"family": "olmoe"}),
-        ("dp2 tp2 ep2", {"family": "dots1"}),
+        pytest.param("dp2 tp2 ep2", {"family": "dots1"}, marks=pytest.mark.slow),
         ("dp2 ep2 tp2 sp", {"family": "olmoe"}),
     ],
 )

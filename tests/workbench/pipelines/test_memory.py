@@ -126,7 +126,10 @@ def peak_of_step(config: Config, model_config: LlamaConfig) -> int:
 
 
 @pytest.mark.parametrize("kind", ["", "selective", "full"])
-@pytest.mark.parametrize(("family", "layout"), [("llama", ""), ("mixtral", ""), ("olmoe", ""), ("olmoe", "dp2 ep2")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", ""), ("mixtral", ""), ("olmoe", ""), pytest.param("olmoe", "dp2 ep2", marks=pytest.mark.slow)],
+)
 def test_estimated_peak_matches_all_tensors_of_a_step(pool: WorkerPool, family: str, layout: str, kind: str) -> None:
     config = make_config(f"{layout} float32 {kind}", training__seq_length=512)
     model = small_config(

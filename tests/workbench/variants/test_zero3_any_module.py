@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def gradients(model: nn.Module, units: list[list[nn.Module]] | None) -> dict[str
     return {name: full_tensor(p, "main_grad") for name, p in model.named_parameters() if p.requires_grad}
 
 
-def train_random_toys(seeds: list[int]) -> None:
+def train_random_toys(seeds: Sequence[int]) -> None:
     for seed in seeds:
         model, dice = toy(seed), random.Random(seed)
         kinds = dice.choice([(Block,), (nn.Sequential,), (Block, nn.Sequential)])  # all blocks, which may share weights
@@ -149,8 +150,9 @@ def train_random_toys(seeds: list[int]) -> None:
         assert_close(gradients(model, dice.choice([None, units])), torch_gradients(toy(seed)), what=f"seed {seed}")
 
 
-def test_random_toys_equal_one_process(pool: WorkerPool) -> None:
-    pool.run(train_random_toys, RANKS, list(range(10)))
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)])
+def test_random_toys_equal_one_process(pool: WorkerPool, seeds: Sequence[int]) -> None:
+    pool.run(train_random_toys, RANKS, seeds)
 
 
 class Uncalled(nn.Module):
