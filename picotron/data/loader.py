@@ -144,7 +144,6 @@ class MicroBatchDataLoader:
     ) -> None:
         training, layout, grid = config.training, config.distributed, pgm.process_group_manager
         self.grad_acc_steps = batches * training.gradient_accumulation_steps
-        self.micro_batch_size, self.global_batch_size = training.micro_batch_size, config.global_batch_size
         self.device, shuffle = device, config.dataset.shuffle if shuffle is None else shuffle
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
         self.position_ids = positions.to(device).expand(training.micro_batch_size, -1)

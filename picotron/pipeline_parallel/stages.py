@@ -28,27 +28,19 @@ class Stage:
         return "E" * self.has_embedding + "t" * len(self.layers) + "L" * self.has_head
 
 
-def balanced_layers(
-    config: "PreTrainedConfig", num_stages: int, seq_length: int, ranks: Sequence[int] | None = None
-) -> list[range]:
+def balanced_layers(num_layers: int, ranks: Sequence[int], layer: Cost, embedding: Cost, head: Cost) -> list[range]:
     """Assign at least one layer to each stage, such that the slowest rank, which sets the pace of the pipeline, is as
     fast as possible. The first stage also has the embedding, and the last one the head, so they may get fewer layers.
 
+    One layer after the other goes to the rank whose cost including that layer is lowest, and on this rank to the stage
+    of lowest cost. This is optimal because all layers cost the same.
+
     Args:
-        num_stages: number of stages, at most the number of layers.
-        seq_length: tokens per sequence, see `part_costs`.
-        ranks: the rank of each stage; by default every stage has a separate rank.
+        num_layers: number of layers, at least one for each stage.
+        ranks: the rank of each stage.
+        layer, embedding, head: costs of the parts, see `part_costs`.
     """
-    return _assign_layers(config.num_hidden_layers, num_stages, *part_costs(config, seq_length), ranks)
-
-
-def _assign_layers(
-    num_layers: int, num_stages: int, layer: Cost, embedding: Cost, head: Cost, ranks: Sequence[int] | None = None
-) -> list[range]:
-    """Assign one layer after the other, each to the rank whose cost including that layer is lowest, and on this rank to
-    the stage of lowest cost. This is optimal because all layers cost the same.
-    """
-    ranks = range(num_stages) if ranks is None else ranks
+    num_stages = len(ranks)
     costs = [layer] * num_stages
     costs[0] += embedding
     costs[-1] += head
@@ -82,7 +74,7 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
             f"pp_size={pp} with {num_stages // pp} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, "
             f"but num_hidden_layers={config.num_hidden_layers}; use a smaller pp_size or pp_chunks, or a pp_layout with empty stages"
         )
-    layers = balanced_layers(config, num_stages, seq_length, ranks)
+    layers = balanced_layers(config.num_hidden_layers, ranks, *part_costs(config, seq_length))
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
 
 

@@ -41,9 +41,9 @@ def start_all_gather(shard: Tensor, group: Group, dim: int = SEQUENCE) -> Finish
     return after(work, lambda: shards.movedim(0, dim).flatten(dim, dim + 1))
 
 
-def start_reduce_scatter(partial: Tensor, group: Group, dim: int = SEQUENCE) -> Finish:
-    """Start to sum the ranks' tensors, of which each rank gets its shard."""
-    shards = torch.stack(partial.chunk(dist.get_world_size(group), dim))  # one block of memory per rank
+def start_reduce_scatter(partial: Tensor, group: Group) -> Finish:
+    """Start to sum the ranks' tensors, of which each rank gets its shard of the sequence."""
+    shards = torch.stack(partial.chunk(dist.get_world_size(group), SEQUENCE))  # one block of memory per rank
     shard = torch.empty_like(shards[0])
     work = reduce_scatter_single(shard, shards.flatten(0, 1), group=group, async_op=True)
     return after(work, lambda: shard)
@@ -60,7 +60,7 @@ def start_sum(partial: Tensor, group: Group, sequence_parallel: bool) -> Finish:
     return start_reduce_scatter(partial, group) if sequence_parallel else start_all_reduce(partial, group)
 
 
-def keep_shard(full: Tensor, group: Group, dim: int = SEQUENCE) -> Finish:
+def keep_shard(full: Tensor, group: Group, dim: int) -> Finish:
     return lambda: full.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from picotron.model.families import Cost
-from picotron.pipeline_parallel.stages import _assign_layers
+from picotron.pipeline_parallel.stages import balanced_layers
 from workbench.schedules.actions import rank_of
 
 
@@ -16,7 +16,7 @@ def test_balanced_layers_balance_ranks_with_several_chunks(pp: int, chunks: int,
     ranks = [rank_of(stage, pp, placement) for stage in range(num_stages)]  # type: ignore[arg-type]
     for head in (Cost(0.4, 25), Cost(2.3, 25), Cost(7.0, 25)):
         for layers in range(num_stages, 5 * num_stages + 3):
-            ranges = _assign_layers(layers, num_stages, layer, embedding, head, ranks)
+            ranges = balanced_layers(layers, ranks, layer, embedding, head)
             assert [i for each in ranges for i in each] == list(range(layers))
             costs = [len(each) * layer.flops for each in ranges]
             costs[-1] += head.flops
