@@ -72,7 +72,7 @@ def balanced_stages(config: "PreTrainedConfig", seq_length: int, ranks: Sequence
     if config.num_hidden_layers < num_stages:
         raise UserError(
             f"pp_size={pp} with {num_stages // pp} chunk(s) per pp rank needs at least {num_stages} layers, one per stage, "
-            f"but num_hidden_layers={config.num_hidden_layers}; use a smaller pp_size or pp_chunks, or a pp_layout with empty stages"
+            f"but num_hidden_layers={config.num_hidden_layers}; use a smaller pp_size or pp_chunks, or a pp_layout in which some stages have no layer"
         )
     layers = balanced_layers(config.num_hidden_layers, ranks, *part_costs(config, seq_length))
     return [Stage(each, i == 0, i == num_stages - 1) for i, each in enumerate(layers)]
