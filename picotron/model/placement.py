@@ -135,13 +135,13 @@ def main_grad(parameter: Tensor) -> Tensor:
     wrapped, by `requires_grad_(False)`, has none, or 0 with ZeRO-3.
 
     Raises:
-        UserError: the parameter is in no wrapper.
+        UserError: the parameter has none, or is in no wrapper.
     """
     try:
         return parameter.main_grad  # type: ignore[attr-defined]
     except AttributeError:
         raise UserError(
-            f"a parameter {list(parameter.shape)} has no main_grad; wrap its module for data parallelism"
+            f"a parameter {list(parameter.shape)} has no main_grad; wrap its module for data parallelism, without freezing it"
         ) from None
 
 
