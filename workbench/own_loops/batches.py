@@ -120,11 +120,11 @@ def normalise_weights(batches: Sequence[Batch], scope: str = "global") -> list[B
     all_reduce(mean, grid.cp_dp_group if scope == "global" else grid.cp_group, dist.ReduceOp.AVG)
     smallest = mean.where(mean != math.inf, -math.inf)
     all_reduce(smallest, grid.cp_dp_group, dist.ReduceOp.MIN)
-    if not smallest.item() > 0:
+    if not (total := smallest.item() * len(batches) * size) > 0:
         whole = "the global batch" if scope == "global" else "a data-parallel rank"
         raise UserError(
-            f"the target_weights of {whole} sum to {abs(smallest.item()) * len(batches) * size:g}, but their mean needs a "
-            f"positive, finite sum; give at least one target a weight"
+            f"the target_weights of {whole} sum to {abs(total) if total == -math.inf else total:g}, but their mean needs a "
+            f"positive, finite sum; give targets positive, finite weights"
         )
     return [batch | {"target_weights": batch["target_weights"].double() / mean} for batch in batches]
 

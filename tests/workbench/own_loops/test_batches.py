@@ -127,7 +127,7 @@ MISTAKES: list[Any] = [
     ("tp2 sp", lambda rank, parts: [{name: part[name][:, :15] for name in TOKENS} for part in parts], "15 tokens on this rank, which sequence_parallel divides"),
     ("dp2", rolled("input_ids"), "no error"),
     ("dp2", lambda rank, parts: parts[rank:], "have [2, 1] micro-batches"),
-    ("dp2", lambda rank, parts: every(target_weights=rank * ONES)(rank, parts), "a data-parallel rank sum to 0", {"scope": "dp_rank"}),
+    ("dp2", lambda rank, parts: every(target_weights=(rank - 1) * ONES)(rank, parts), "a data-parallel rank sum to -64", {"scope": "dp_rank"}),
     ("dp2", lambda rank, parts: every(name=f"n{rank}")(rank, parts), "'n0' for some micro-batches only", {"loss_fn": named}),
     ("dp2", lambda rank, parts: every(cu_seqlens=torch.tensor([0, 16, 32, 48, 64]))(rank, repeated(rank, parts)), "no error"),
     ("dp2", repeated, "32 tokens is longer than the model's sliding_window=16"),
