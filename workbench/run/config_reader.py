@@ -141,7 +141,8 @@ def parse_config(data: dict[str, Any]) -> Config:
         UserError: one problem per wrong value; if there is none, one per conflict between keys.
     """
     try:
-        config = Config.model_validate(current_keys(data))
+        # All sections, so that a key that is missing is named in one that is missing, too.
+        config = Config.model_validate({section: {} for section in Config.model_fields} | current_keys(data))
     except ValidationError as error:
         raise UserError(*map(_sentence, error.errors())) from None
     if problems := list(conflicts(config)):
@@ -192,7 +193,7 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
             shown = f"{key.partition('=')[0]!r}" if key.startswith("-") else "without a key"  # it may be a secret
             raise UserError(f"unexpected argument {shown}; overrides look like --training.learning_rate 1e-3")
         if not words or (words[0].startswith("--")):
-            raise UserError(f"{key} needs a value; for example {key} 1")
+            raise UserError(f"{key} needs a value; add it after the key, as in --training.seed 1")
         name = key.removeprefix("--")
         if name == "environment.HF_TOKEN":
             raise UserError(f"{key} is not accepted: {IGNORED[name]}")

@@ -80,6 +80,7 @@ def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) ->
     wrong = {"training__seed": "x", "dataset__nmae": "x", "model__name": 1}
     data = config_data(**misfits, **conflicts, **wrong) | {"checkpoint": [1]}
     assert len(problems_of(lambda: parse_config(data))) == len(wrong) + 1
+    assert "--model.name" in problems_of(lambda: parse_config({}))[0]
     assert len(problems_of(lambda: make_config(**misfits, **conflicts))) == len(conflicts)
     config = make_config(**misfits)
     assert len(problems_of(lambda: check_run(config))) == 5  # processes, pp, cp, tp, float8
