@@ -63,7 +63,7 @@ def conflicts(config: Config) -> Iterator[str]:
     if config.logging.sample_prompt and layout.dp_engine == "zero3":
         yield "logging.sample_prompt needs weights in memory, which distributed.dp_engine='zero3' frees; change one"
     if dataset.eval_split and not dataset.eval_name:
-        yield f"dataset.eval_split={dataset.eval_split!r} is a split of dataset.eval_name, which is null; set both"
+        yield f"dataset.eval_split={dataset.eval_split!r} is a split of dataset.eval_name, which is null; set it, or remove the split"
 
     columns = dataset.columns
     if set(columns) not in ({"text_column"}, {"prompt_column", "completion_column"}, {"messages_column"}):

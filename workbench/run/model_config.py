@@ -203,8 +203,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         "partial_rotary_factor": (parameters.get("partial_rotary_factor"), (1, None)),
         "quantization_config": (getattr(config, "quantization_config", None), (None,)),
         # Its auxiliary loss, a product of means over a batch, would depend on how the layout cuts the batch.
-        "output_router_logits": (getattr(config, "output_router_logits", False), (False, None)),
-        "router_jitter_noise": (getattr(config, "router_jitter_noise", 0), (0, None)),
+        "output_router_logits": (getattr(config, "output_router_logits", False), (False,)),
+        "router_jitter_noise": (getattr(config, "router_jitter_noise", 0.0), (0.0,)),
         "n_group": (getattr(config, "n_group", 1), (1,)),
         "clip_qkv": (getattr(config, "clip_qkv", None), (None,)),
     }
