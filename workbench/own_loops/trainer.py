@@ -64,7 +64,7 @@ KEYS_OF_TRAIN = """
     dataset.completion_column dataset.messages_column dataset.assistant_turns dataset.add_start_token dataset.skip_invalid dataset.long_samples
     dataset.mask_documents logging.use_wandb logging.project_name logging.run_name logging.sample_prompt
     logging.trace_steps checkpoint.keep_best
-"""  # sections and keys of the config that have an effect in train.py, but not in every program
+"""  # keys of the config that have an effect in train.py, but not in every program
 DATA_SET_KEYS = "dataset training.num_samples"  # in a program that trains on the config's data set, see `read_data`
 RECORD_KEYS = "dataset.split dataset.subset_name dataset.mixture training.num_samples"  # in one with `load_documents`
 
@@ -133,9 +133,10 @@ def run_program(read_config: Callable[[list[str]], tuple[Any, ...]], train: Call
 def set_up(
     config: Config, data: Data | None = None, frozen: Callable[[str], bool] = lambda name: False
 ) -> Iterator["Trainer"]:
-    """Connect the processes that torchrun has started, and build this rank's `Trainer`. At the end of the `with` block,
-    wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also exit. Then the
-    wrapper `trainer.model` is closed; `unwrap(trainer.model)` is the trained module. (ZeRO-3 has freed its weights.)
+    """Connect the ranks that `run_ranks` or torchrun has started, and build this rank's `Trainer`. At the end of the
+    `with` block, wait for checkpoints, disconnect, and let other runs write to the folder; after a stop signal, also
+    exit. Then the wrapper `trainer.model` is closed; `unwrap(trainer.model)` is the trained module. (ZeRO-3 has freed
+    its weights.)
 
     Args:
         data, frozen: see `Trainer`.
@@ -175,14 +176,11 @@ def set_up(
 
 
 def used_keys(also: str = "") -> list[str]:
-    """Return the keys of the config that have an effect in a program with its own `Data`, and those in `also`."""
-    unused, also_used = set(KEYS_OF_TRAIN.split()), set(also.split())
-    return [key for key in leaf_keys() if not words_of(key) & unused or words_of(key) & also_used]
-
-
-def words_of(key: str) -> set[str]:
-    """Return a key of the config and its section."""
-    return {key, key.partition(".")[0]}
+    """Return the keys of the config that have an effect in a program with its own `Data`, and the keys and sections in
+    `also`.
+    """
+    unused, also_used = KEYS_OF_TRAIN.split(), also.split()
+    return [key for key in leaf_keys() if key not in unused or {key, key.partition(".")[0]} & {*also_used}]
 
 
 def check_used(config: Config, also: str = "") -> None:
