@@ -46,14 +46,14 @@ class MemoryRequest:
 
     @property
     def model(self) -> Any:
-        """The model, as `estimate` expects it; transformers' config has the same attributes."""
+        """The model, as `rank_memory` expects it; transformers' config has the same attributes."""
         sizes = {name: getattr(self, name) for name in MODEL}
         biases = {"attention_bias": False, "mlp_bias": False}
         return SimpleNamespace(**{**sizes, "model_type": "llama", "head_dim": self.head_dim or None, **biases})
 
     @property
     def config(self) -> Any:
-        """The config, as `estimate` expects it; picotron's Config needs pydantic, which the browser lacks."""
+        """The config, as `rank_memory` expects it; picotron's Config needs pydantic, which the browser lacks."""
         values = {key: value for key, value in vars(self).items() if key not in MODEL}
         layout = {key: value for key, value in values.items() if key.startswith(("tp_", "cp_", "pp_", "dp_"))}
         layout |= {"ep_size": 1, "use_cpu": False, "sequence_parallel": self.sequence_parallel}

@@ -1,1 +1,1 @@
-"""Data: documents and samples become tokens, tokens become rows, rows become micro-batches."""
+"""Data: tokens become rows, and rows become micro-batches."""

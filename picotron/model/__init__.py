@@ -1,1 +1,1 @@
-"""The model, without any parallelism: Llama, its config, its weights and its FLOPs."""
+"""The model, without any parallelism: Llama and its families, its loss, its weights and its FLOPs."""

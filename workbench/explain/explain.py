@@ -8,8 +8,8 @@ of ranks but only one process, with tensors on the meta device, which have shape
 that differs from others, the process plays the rank with dp, cp and tp rank 0; the others with this pp rank hold and
 send the same amounts. (With ZeRO, the last slices of a buffer may have padding.)
 
-Only what does not happen on the meta device follows from formulas: activations (`estimate`) and times (`forecast`). A
-router cannot choose there either: `route_evenly` gives all experts of a layer the same number of tokens.
+Only what does not happen on the meta device follows from formulas: activations (`rank_memory`) and times (`forecast`).
+A router cannot choose there either: `route_evenly` gives all experts of a layer the same number of tokens.
 
 The step includes clipping, the optimizer, the reductions of its metrics and the check for stop signals. It does not
 include the other messages of a run: evaluations, checkpoints, the load of experts, and on CPUs ZeRO-3's check for NaN.

@@ -1,4 +1,4 @@
-"""Devices as data: the rates from which `explain.forecast` computes times.
+"""Devices as data: the rates from which `step_time.forecast` computes times.
 
     HARDWARE["H100"]            an entry of the table below
     read_hardware("mine.json")  a JSON object with the same fields, which may begin with `"like": "H100"`

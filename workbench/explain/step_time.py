@@ -3,7 +3,7 @@
 Computation. `Hardware` has the prices. A product of (tokens x n) and (n x k) has 2 tokens n k FLOPs and moves
 tokens (n + k) + n k numbers. All other operations take the time to read and write their numbers. These are, per token
 of a layer in forward and backward, eager, and compiled as counted in the kernels that torch.compile generates, with the
-symbols of `estimate`:
+symbols of `memory`:
 
                                             eager                       compiled
     two norms and two residual additions    10, 20 D                    9, 19 D; with sequence parallelism D / tp

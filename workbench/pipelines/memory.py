@@ -119,7 +119,7 @@ GIB = 2**30
 
 
 class Sizes(NamedTuple):
-    """Values of the symbols in the formulas of `estimate`, for one tp rank."""
+    """Values of the symbols in the formulas above, for one tp rank."""
 
     number: int  # bytes of a weight or an activation
     wide: int  # bytes of a number in float32 or wider
