@@ -280,7 +280,7 @@ class Clock:
         hidden = min(messages, computation) * (self.hardware.cores is None)
         return messages - hidden + self.hardware.contention * hidden
 
-    def dp_messages(self, stage: Stage, earlier: Sequence[Stage] = ()) -> DpMessages:
+    def dp_messages(self, stage: Stage, earlier: Sequence[Stage]) -> DpMessages:
         """The messages of a stage over dp in a step. A tied matrix is sent with the earlier stages of its rank."""
         s, n, engine = self.s, self.data_ranks, self.layout.dp_engine
         parameters = self.parameters([*earlier, stage]) - self.parameters(earlier)

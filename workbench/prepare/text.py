@@ -126,7 +126,7 @@ class TextEncoder:
         starts: whether documents begin with the beginning-of-sequence token, if the tokenizer adds one to texts.
     """
 
-    def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type, starts: bool = True) -> None:
+    def __init__(self, columns: Columns, tokenizer: PreTrainedTokenizerBase, dtype: type, starts: bool) -> None:
         self.columns, self.tokenizer, self.dtypes = columns, SpanTokenizer(tokenizer), {"tokens": dtype}
         self.notes: Counter[str] = Counter()  # see `SampleEncoder`
         self.start = start_of(tokenizer) if starts else Start()

@@ -225,9 +225,7 @@ def connect(
     return device
 
 
-def check_same_config(
-    config: Config, model_config: "PreTrainedConfig | None" = None, schedule: str | None = None
-) -> None:
+def check_same_config(config: Config, model_config: "PreTrainedConfig | None", schedule: str | None) -> None:
     """Raise a UserError on every rank if the ranks have different configs, apart from `environment`, or have read
     different models or schedules from their files.
 

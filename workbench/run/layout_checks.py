@@ -85,7 +85,7 @@ def check_float8(config: Config, model: PreTrainedConfig) -> None:
         raise UserError(f"model.float8=true needs multiples of 16, not {wrong}; use other sizes, or float8=false")
 
 
-def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: float = 0.0) -> None:
+def check_experts(config: PreTrainedConfig, layout: Distributed, bias_rate: float) -> None:
     """Raise UserError if experts cannot be split over the ep ranks, or their matrices over the tp ranks, or if routers
     have no bias for a rate.
     """

@@ -126,7 +126,7 @@ def for_data(config: Config, name: str, tokenizer: str | None, split: str | None
 
 
 def load_token_files(
-    folder: Path, config: Config, model_config: PreTrainedConfig, trained: Path | None = None
+    folder: Path, config: Config, model_config: PreTrainedConfig, trained: Path | None
 ) -> tuple[Text | Samples, Path]:
     """Map the arrays of a folder into memory. Every rank must call this. Returns the data and the tokenizer's folder.
 

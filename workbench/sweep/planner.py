@@ -71,7 +71,7 @@ class Planner:
                 self.plans[key] = None
         return self.plans[key]
 
-    def clock(self, config: Config, kept: float = 0.0) -> Clock:
+    def clock(self, config: Config, kept: float) -> Clock:
         """Return a clock that shares its times with those of all configs whose actions take the same."""
         clock = Clock(config, self.model, self.hardware, kept)
         keys = (pair for section in (config.model, config.training, config.distributed) for pair in section)

@@ -79,12 +79,10 @@ class StageFiles:
         llama: this rank's part of the model.
         optimizer: optimizer of its parameters.
         ep_size: number of ranks over which experts are split.
-        world: all ranks, for data on the CPU; no other thread may use this group meanwhile. None: the default group.
+        world: all ranks, for data on the CPU; no other thread may use this group meanwhile.
     """
 
-    def __init__(
-        self, llama: Llama, optimizer: AdamW, ep_size: int = 1, world: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, llama: Llama, optimizer: AdamW, ep_size: int, world: dist.ProcessGroup) -> None:
         grid = pgm.process_group_manager
         self.llama, self.optimizer, self.ep_size, self.world = llama, optimizer, ep_size, world
         # A separate group, because a background thread may call collectives during training; gloo for data on the CPU.
