@@ -72,9 +72,10 @@ def hold_out(rows: Rows, summary: str, config: Config, unit: int) -> tuple[Rows,
     batch, held_out = config.global_batch_size, held_out_sequences(config)
     if len(rows) < batch + held_out:
         also, fewer = (f" and evaluation {held_out}", ", fewer eval_steps") if held_out else ("", "")
+        cut = ", long_samples='cut'" * (config.dataset.long_samples == "drop")
         raise UserError(
             f"{summary}: enough for {len(rows)} sequences of {config.training.seq_length} tokens, but one global batch needs "
-            f"{batch}{also}; use more data, another seq_length, a smaller batch{fewer}, or keep long samples"
+            f"{batch}{also}; use more data{fewer}{cut}, another seq_length or a smaller batch"
         )
     logger.info("%s, %s of them for evaluation", summary, f"{held_out * unit:,}")
     order = epoch_order(len(rows), config.training.seed, HELD_OUT)
