@@ -131,6 +131,7 @@ class MicroBatchDataLoader:
 
     Attributes:
         grad_acc_steps: number of micro-batches of a step on each dp rank.
+        micro_batch_size, global_batch_size: rows of a micro-batch, and of a step on all ranks.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class MicroBatchDataLoader:
     ) -> None:
         training, layout, grid = config.training, config.distributed, pgm.process_group_manager
         self.grad_acc_steps = batches * training.gradient_accumulation_steps
+        self.micro_batch_size, self.global_batch_size = training.micro_batch_size, config.global_batch_size
         self.device, shuffle = device, config.dataset.shuffle if shuffle is None else shuffle
         positions = local_positions(training.seq_length, layout.cp_size, grid.cp_rank, layout.cp_sharding)
         self.position_ids = positions.to(device).expand(training.micro_batch_size, -1)

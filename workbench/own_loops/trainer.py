@@ -298,7 +298,7 @@ class Trainer:
         if self.loader is None:
             raise UserError("the run has data of its own; call set_up without them, or pass batches to `split`")
         start = self.progress.samples if self.position is None else self.position
-        self.position = start + self.config.global_batch_size
+        self.position = start + self.loader.global_batch_size
         return [next(self.loader) for _ in range(self.loader.grad_acc_steps)]
 
     def next_samples(self, size: int, rows: int = 1, steps: int = 1) -> list[int]:
