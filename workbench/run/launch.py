@@ -163,12 +163,12 @@ def init_process_group(
     # Of several communicators at once, NCCL then starts kernels in the order of their calls, without which ranks could
     # wait for each other's.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    # Ranks may compile a first step for longer than NCCL's 10 minutes. `new_group` reads this default, not `members`.
+    # Ranks may compile a first step for longer than NCCL's 10 minutes. `new_group` reads this default, too.
     dist.distributed_c10d.default_pg_nccl_timeout = TIMEOUT
-    members: dict[str, Any] = {"timeout": TIMEOUT}
+    members: dict[str, Any] = {}
     if not is_launched():
         check_world_size(config.distributed, 1)
-        members |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        members = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -176,7 +176,7 @@ def init_process_group(
     try:
         if is_launched():  # each run of a program needs its own keys in the store
             store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-            members |= {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
+            members = {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
         dist.init_process_group(backend, device_id=device_id, **members)
     except RuntimeError as error:
         reason = first_line(error).rpartition(". ")[2]

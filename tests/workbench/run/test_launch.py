@@ -144,11 +144,12 @@ def test_only_nccl_is_bound_to_its_device(backend: str | None, is_bound: bool) -
 
 
 def test_all_groups_wait_as_long_as_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`new_group` takes the default of its backend, not the timeout of the default group."""
+    """`new_group` takes the default of its backend, as `init_process_group` does without a timeout."""
     c10d = dist.distributed_c10d
     monkeypatch.setattr(c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))  # None in builds for CPUs
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(launch, "check_same_config"):
+    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
         init_process_group(make_config(), torch.device("cpu"))
+    assert "timeout" not in init.call_args.kwargs
     for backend in ("gloo", "nccl"):
         assert c10d._get_default_timeout(dist.Backend(backend)) == launch.TIMEOUT
 
