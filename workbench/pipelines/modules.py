@@ -207,8 +207,8 @@ class Pipeline(PipelineStages):
         stages: modules by number, of which this rank needs its own. They are called as
             `stage(*message, *batch["args"], **batch)`, where `batch` is the micro-batch without "args".
         receives: see `Receives`. It is not called for the first stage.
-        schedule: the schedule of a training step. If it splits backward, the weight gradients of all `nn.Linear` are
-            computed by W, all others by I.
+        schedule: the schedule of a training step. If it splits backward, the weight gradients of all `nn.Linear` whose
+            input has a gradient are computed by W, all others by I.
         tied: sets of (stage, name of a parameter in it) that are the same matrix, such as an embedding and a head. The
             ranks that hold them start with equal values, which the caller provides. It is frozen if any of them is.
 

@@ -96,23 +96,24 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        dx = dy @ weight.conj() if ctx.needs_input_grad[0] else None
 
         def dweight() -> Tensor:
             gradient, inputs = (each.reshape(-1, each.size(-1)) for each in (dy, x))
-            return gradient.t() @ inputs
+            return gradient.t() @ inputs.conj()
 
-        if _deferred is None:
-            return dy @ weight, dweight() if ctx.needs_input_grad[1] else None
+        if _deferred is None or dx is None:  # x without a gradient can be a buffer, which the next forward changes
+            return dx, dweight() if ctx.needs_input_grad[1] else None
         defer(ctx.edges, lambda: [dweight()])
-        return dy @ weight, None
+        return dx, None
 
 
 @torch.compiler.disable  # torch.compile would join the two halves again
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply `torch.nn.functional.linear` with a backward that can be split. That of a computed weight, such as of a
-    parametrization, is not: its graph is freed by the first half.
+    parametrization, is not: its graph is freed by the first half. Nor is one in a transform of torch.func.
     """
-    if not weight.is_leaf:
+    if not weight.is_leaf or torch._C._are_functorch_transforms_active():
         return F.linear(x, weight, bias)
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # casts are a part of the graph

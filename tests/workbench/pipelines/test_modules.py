@@ -108,3 +108,18 @@ def test_split_linears_follow_autocast_and_parametrizations(kind: type[nn.Linear
     for plain, split in zip(*gradients, strict=True):
         assert split.dtype == plain.dtype == torch.float32
         assert torch.equal(split, plain)
+
+
+def test_split_linears_compute_what_plain_ones_do() -> None:
+    """Also complex ones, those in a transform of torch.func, and of a buffer that the next forward changes before W."""
+    gradients = []
+    for prepare in (nn.Module.train, split_backward):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*[nn.Linear(D, D, dtype=torch.cfloat) for _ in "012"]), torch.ones(D) + 0j
+        prepare(model)
+        with defer_weight_grads() as deferred:
+            torch.vmap(model[2])(model[:2](x)[None]).abs().sum().backward()
+        x.zero_()
+        run_deferred(deferred)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
