@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import re
@@ -37,10 +38,10 @@ LOST = re.compile("gloo|[Cc]onnection (closed|reset|refused)|Broken pipe|recvVal
 
 
 def message_of(text: str) -> str:
-    """Return the message of an error, which follows the last indented line of its traceback, in one line."""
-    lines = text.strip().splitlines()
-    last = max((i for i, line in enumerate(lines) if line[:1] == " "), default=-1)
-    return " ".join(lines[last + 1 :])[:300]
+    """Return the message of an error, which follows the indented lines of its last traceback, in one line."""
+    lines = text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
+    message = itertools.dropwhile(lambda line: line[:1] == " ", lines)
+    return " ".join(" ".join(message).split())[:300]
 
 
 def outcome_of(path: Path) -> tuple[str, Any]:

@@ -349,7 +349,7 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(tmp_path: Path)
     number = source.split(line)[0].count("\n") + 1
     assert row.verdict == "hangs"
     assert f"rank 0 is in line {number} of wrong.py; rank 1 is in line " in row.detail
-    path.write_text(source.replace(line, "        assert rank == 0, 'rank 1 has no loss'\n"))
+    path.write_text(source.replace(line, "        assert rank == 0, 'rank 1\\n  has no loss'\n"))
     row = checker.check("step", "dp2")
     assert row.verdict == "crashed"
     assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
