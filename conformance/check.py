@@ -324,7 +324,7 @@ class Checker:
         except Exception as error:  # a trainer's modules can return anything, and it can have no float64
             return f"not traced: its records cannot be compared: {type(error).__name__}: {error}", {}
         equal = [each for found in trace.at.values() for each in found if each.is_right]
-        if equal and not trace.reason:
+        if not trace.reason and (equal or any(map(trace.names_of, trace.raw))):
             reached = {name for each in equal for name in each.key[2].split(" + ")} & trace.modules
             counts = f"{len(equal)} tensors of {len(reached)} of {len(trace.modules)} modules are equal"
             if difference is None:  # a tensor can have another form, and all results can be right

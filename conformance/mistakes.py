@@ -279,6 +279,8 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("half_an_all_reduce", 'self.collective("dp", 2 * s.wide * once', 'self.collective("dp", s.wide * once',
          "test_step_time")],
     "conformance/examples/ddp.py": [
+        ("ddp: weights_not_loaded", "    optimizer = adamw(model.parameters(), case)",
+         "    [p.data.normal_() for p in model.parameters()]\n    optimizer = adamw(model.parameters(), case)", "step dp2"),
         ("ddp: forgotten_all_reduce", "dist.all_reduce(parameter.grad)", "pass", "step dp2"),
         ("ddp: mean_of_ranks_means", "dist.all_reduce(total)", "total *= ranks", "run dp2"),
         ("ddp: mean_of_micro_batches_means", "losses.sum() / total",
@@ -426,6 +428,7 @@ REPORTED = {
     "expert_gradients_times_ep": ("pytorch/pytorch#160285", ""),
     "router_not_summed": ("pytorch/torchtitan#4054", ""),
     "load_of_one_rank": ("NVIDIA-NeMo/Automodel#3359", ""),
+    "ddp: weights_not_loaded": ("", r"model\.embed_tokens\.weight on ranks 0, 1 .* it is loaded wrongly"),
     "ddp: mean_of_micro_batches_means": ("PrimeIntellect-ai/prime-rl#583", "gradient of lm_head output .* times what it should be"),
     "ddp: gradients_not_set_to_zero": ("facebookresearch/nwm#16", r"step 2: gradient of lm_head\.weight"),
     "ddp: decay_of_norms": ("verl-project/verl#5070", r"step 1: \S*input_layernorm\.weight .* after the optimizer's step"),

@@ -31,6 +31,7 @@ def traced(folder: Path, adapter: str, chapter: str, layout: str, old: str = "",
 
 
 FAST = (
+    "ddp: weights_not_loaded",
     "ddp: gradients_not_set_to_zero",
     "ddp: mean_of_ranks_means",
     "pipeline: newest_micro_batch_first",
