@@ -165,10 +165,10 @@ def init_process_group(
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # Ranks may compile a first step for longer than NCCL's 10 minutes. `new_group` reads this default, too.
     dist.distributed_c10d.default_pg_nccl_timeout = TIMEOUT
-    members: dict[str, Any] = {}
+    store: dist.Store = dist.HashStore()
+    rank, size = 0, 1
     if not is_launched():
-        check_world_size(config.distributed, 1)
-        members = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        check_world_size(config.distributed, size)
     elif os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # The processes need not be reachable from other machines, nor by this machine's name, which may be unknown.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -176,8 +176,8 @@ def init_process_group(
     try:
         if is_launched():  # each run of a program needs its own keys in the store
             store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-            members = {"store": dist.PrefixStore(f"run {next(RUNS)}", store), "rank": rank, "world_size": size}
-        dist.init_process_group(backend, device_id=device_id, **members)
+            store = dist.PrefixStore(f"run {next(RUNS)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     except RuntimeError as error:
         reason = first_line(error).rpartition(". ")[2]
         if "EADDRINUSE" in reason:
