@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm_python
+
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 STARTS_PROCESSES = {"pool", "run"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
@@ -35,6 +37,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures, but not in the process that only hands out the tests: they import torch, for 5 s."""
+    """Load the fixtures, but not in the process that only hands out the tests: they import torch, for 5 s. It starts
+    the process that all others share.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.support.fixtures")
+    elif "not processes" not in config.getoption("markexpr"):
+        os.environ[warm_python.SHARED] = warm_python.python()

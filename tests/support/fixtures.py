@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
-from conformance.worker_pool import WorkerPool
+from conformance.worker_pool import CONTEXT, WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Distributed
 from tests.support import checkpoints, warm_python
@@ -61,6 +61,8 @@ def _only_marked_tests_start_processes(
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
+    """Processes whose fork server is a fork of warm Python."""
+    CONTEXT.set_executable(warm_python.python())
     pool = WorkerPool()
     yield pool
     pool.close()

@@ -3,11 +3,12 @@
     subprocess.run([python(), "train.py", "--config", "docs/small.json"])
 
 It takes a script, `-m` or `-c`, and starts Python itself for all else, or if streams are closed or variables change
-Python. Descriptors but the standard ones are not passed on, and the program has a session of its own.
+Python. The program has a session of its own.
 """
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -33,16 +34,19 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "pydantic",
 )
+SHARED = "WARM_PYTHON"  # variable with the command, if processes share one
 FORWARDED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 @functools.cache
 def python() -> str:
-    """Start the process that forks. Returns the path of the command, beside which there is a `torchrun`. All end with
-    this process.
+    """Start the process that forks, unless the process that hands out tests has. Returns the path of the command,
+    beside which there is a `torchrun`. All end with the process that started them.
     """
     if sys.platform != "linux":
         return sys.executable
+    if started := os.environ.get(SHARED):
+        return started
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     address = folder / "socket"
     commands = {
@@ -70,10 +74,11 @@ def ask(address: str, interpreter: str, words: list[str]) -> None:
     has_streams = all(os.path.exists(f"/proc/self/fd/{stream}") for stream in range(3))
     if not is_plain or changes_python or not has_streams or signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         os.execv(interpreter, [interpreter, *words])
+    descriptors = [each for each in range(256) if os.path.exists(f"/proc/self/fd/{each}")]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(address)
-        message = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
-        socket.send_fds(connection, [message], [0, 1, 2])
+        message = json.dumps([words, os.getcwd(), dict(os.environ), descriptors]).encode()
+        socket.send_fds(connection, [message], descriptors)
         program = int(connection.recv(100))
         for number in FORWARDED:
             signal.signal(number, lambda number, _: os.kill(program, number))
@@ -113,25 +118,26 @@ def serve(address: str) -> list[str]:
 
 def watch(connection: socket.socket) -> list[str]:
     """Fork the program, and tell its process and its status. If whoever asks has ended, kill it."""
-    message, streams, *_ = socket.recv_fds(connection, 2**20, 3)
-    words, folder, variables = json.loads(message)
+    message, received, *_ = socket.recv_fds(connection, 2**20, 256)
+    words, folder, variables, descriptors = json.loads(message)
     program = os.fork()
     if program == 0:
         connection.close()
         os.setsid()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 256) for each in received]  # above all numbers that they get
+        os.closerange(min(received), 256)
+        for copy, descriptor in zip(copies, descriptors, strict=True):
+            os.dup2(copy, descriptor)
+        os.closerange(256, max(copies) + 1)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)
         return list(words)
     connection.send(str(program).encode())
-    while not (ended := os.waitpid(program, os.WNOHANG))[0]:
-        if select.select([connection], [], [], 0.01)[0]:
-            os.killpg(program, signal.SIGKILL)
-            os._exit(1)
-    connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+    if connection in select.select([connection, os.pidfd_open(program)], [], [])[0]:
+        os.killpg(program, signal.SIGKILL)
+        os._exit(1)
+    connection.send(str(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])).encode())
     os._exit(0)
 
 
