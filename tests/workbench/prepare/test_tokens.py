@@ -167,7 +167,6 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
     assert found.backend_tokenizer.truncation is None
 
 
-@pytest.mark.cold
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
@@ -180,7 +179,7 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
         "import os, signal, time; from workbench.prepare import tokens, __main__ as prepare\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def encode(*_):\n"
-        f"    open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(f'{{os.getpgrp()}}\\n')\n"
         "    time.sleep(600)\n"
         "tokens.Encoding.__getitem__ = encode\n"
         "if __name__ == '__main__': prepare.exit_on_error(prepare.main)\n"
@@ -191,10 +190,10 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
     command = [sys.executable, str(tmp_path / "program.py"), "--config", "docs/small.json", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         child = tmp_path / "child"
-        while not (child.exists() and child.read_text().endswith("\n")):
+        while not (group := child.read_text() if child.exists() else "").endswith("\n"):
             assert process.poll() is None
             time.sleep(0.05)
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        (os.killpg if number == signal.SIGINT else os.kill)(int(group), number)
         _, printed = process.communicate(timeout=60)  # which waits for all processes that can print
     assert process.returncode == -number
     assert "Traceback" not in printed
