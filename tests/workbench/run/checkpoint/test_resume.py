@@ -21,7 +21,7 @@ from workbench.files import UNFINISHED
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
-KILLS = 3
+KILLS = 2
 
 
 def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
