@@ -16,7 +16,7 @@ from workbench.schedules.schedules import SCHEDULES
 EP_SIZES = {
     name: ("ep1", "ep2") if name == "mixtral" else ("ep1", "ep2", "ep4") for name in WITH_EXPERTS
 }  # Mixtral has 6 experts here
-SOME = "pp2 x cp2 zb_h1 contiguous ring zero1 untied kv1 qwen3"
+SOME = "cp2 contiguous ring zero1 untied kv1 qwen3"
 
 
 @pytest.mark.processes
