@@ -137,9 +137,5 @@ def test_parts_are_found_by_their_numbers() -> None:
     assert columns is not None
     assert columns.tolist() == [3, 1]
     assert find(whole[:, :2] + 1e-6, whole) is None
-    for part, rows, columns in ((whole[2:4], [2, 3], [0, 1, 2, 3]), (whole[:, 1:3], [0, 1, 2, 3, 4, 5], [1, 2])):
-        place = locate(part, whole)
-        assert place is not None
-        assert [each.tolist() for each in place] == [rows, columns]
     assert locate(whole[2:4] + 1, whole) is None
     assert locate(whole.flatten()[None, :5], whole) is None
