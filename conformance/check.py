@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -334,7 +334,7 @@ class Checker:
         unknown = f"no module has a name of transformers' model ({names}); see `module_name`"
         return f"not traced: {trace.reason or (unknown if names else 'no module was called')}", {}
 
-    def reference(self, cases: Sequence[Case], names: Iterable[str]) -> tuple[Reference, Any]:
+    def reference(self, cases: Sequence[Case], names: Collection[str]) -> tuple[Reference, Any]:
         """Return the reference of a row's cases, and the limits of its dtype, from those of an earlier layout if
         possible.
 

@@ -1,6 +1,6 @@
 """Names of experts: transformers 5 fuses the matrices of a layer's experts, and files of the hub have one of each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -27,9 +27,8 @@ def hub_tensors(tensors: Mapping[str, Tensor], is_mixtral: bool) -> dict[str, Te
     return found
 
 
-def named_as(names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def named_as(names: Collection[str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of the hub, see `hub_tensors`, if `names` are such names of experts."""
-    names = list(names)
     if not any(".experts." in name and name.endswith(".weight") for name in names):
         return tensors
     return hub_tensors(tensors, any(".block_sparse_moe." in name for name in names))

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,9 +108,8 @@ def train(
     return found
 
 
-def named_like(found: Reference, names: Iterable[str]) -> Reference:
+def named_like(found: Reference, names: Collection[str]) -> Reference:
     """Return a reference with the names of the hub for experts, if `names` are such names, see `named_as`."""
-    names = list(names)
     gradients, after = ([named_as(names, each) for each in every] for every in (found.gradients, found.after))
     weights, initial = named_as(names, found.weights), named_as(names, found.initial)
     return dataclasses.replace(found, gradients=gradients, weights=weights, initial=initial, after=after)
