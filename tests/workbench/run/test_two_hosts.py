@@ -1,6 +1,7 @@
-"""One run on two hosts: network namespaces on this machine, each with its own name, address and processes."""
+"""One run on two hosts: network namespaces on this machine, each with its own name, address, processes and clock."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,17 @@ from tests.support.program import TORCHRUN, arguments, metrics, run
 NAMES = ("picotron-h0", "picotron-h1")
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
 TP = {"distributed.tp_size": 2}
+LATE = """
+from datetime import datetime, timedelta
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+class Clock:
+    now = staticmethod(lambda zone: datetime.now(zone) - timedelta(hours=1))
+
+dynamic_rendezvous.datetime = Clock
+run.main()
+"""
 
 
 def ip(command: str, **more: bool) -> subprocess.CompletedProcess[str]:
@@ -49,17 +61,19 @@ def hosts() -> Iterator[list[list[str]]]:
 
 
 def run_on(hosts: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """Train on both hosts, each with a cache of its own. torchrun gets the arguments of template/base_job.slurm.
+    """Train on both hosts, each with a cache of its own. torchrun gets the arguments of template/base_job.slurm. The
+    clock of the second host is an hour late.
 
     Returns:
         The exit code and the output of each host.
     """
-    torchrun = [sys.executable, *TORCHRUN, "1", "--nnodes", "2", "--rdzv_backend", "c10d"]
-    torchrun += ["--rdzv_endpoint", f"{NAMES[0]}:29400", "--rdzv_id", "1"]
-    command = [*torchrun, "train.py", *arguments(folder / "two", 1, 4, **TP)]
+    same = " ".join(re.findall(r"--rdzv_(?:backend|conf) \S+", Path("template/base_job.slurm").read_text()))
+    options = ["--nproc_per_node", "1", "--nnodes", "2", *same.split(), "--rdzv_endpoint", f"{NAMES[0]}:29400"]
+    options += ["--rdzv_id", "1", "train.py", *arguments(folder / "two", 1, 4, **TP)]
+    torchrun = TORCHRUN[:-1], ["-c", LATE]
     processes = [
         subprocess.Popen(
-            [*host, *command],
+            [*host, sys.executable, *torchrun[i], *options],
             env=os.environ | {"XDG_CACHE_HOME": str(folder / f"cache{i}")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
