@@ -183,7 +183,7 @@ def query_states(ids: list[str]) -> dict[str, str]:
     """Return Slurm's states of jobs by id. squeue lists current jobs and those that ended in the last minutes; sacct
     lists all jobs if Slurm has accounting enabled. Jobs that neither lists are omitted.
     """
-    lines = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T"]).splitlines()
+    lines = run_slurm(["squeue", "--noheader", "--states=all", "--format=%i|%T"]).splitlines()
     states = dict(line.split("|") for line in lines)
     if not_listed := sorted(set(ids) - set(states)):
         try:

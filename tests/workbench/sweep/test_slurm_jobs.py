@@ -113,6 +113,7 @@ def test_sacct_is_queried_for_jobs_that_squeue_does_not_list(monkeypatch: pytest
     monkeypatch.setattr(slurm, "run_slurm", lambda command: commands.append(command) or answers[command[0]])
     assert slurm.query_states(["7", "8", "9", "12"]) == {"12": "RUNNING", "7": "CANCELLED", "8": "OUT_OF_MEMORY"}
     assert commands[1][-1] == "--jobs=7,8,9"
+    assert "--me" not in commands[0]  # another user may have submitted jobs of the sweep
     commands.clear()
     assert slurm.query_states(["12"]) == {"12": "RUNNING"}
     assert len(commands) == 1
