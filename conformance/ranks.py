@@ -70,7 +70,7 @@ def be_rank(adapter: Path, case: Case, rank: int, port: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with open(case.folder / f"rank{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack)
         run_rank(adapter, case, rank)
@@ -80,23 +80,25 @@ def be_rank(adapter: Path, case: Case, rank: int, port: int) -> None:
 
 def serve(adapter: Path, case: Case, timeout: float) -> None:
     """Start the ranks of a case, and kill them at the end, see `wait_for_ranks`."""
-    listener = socket.create_server(("localhost", 0))
-    port = listener.getsockname()[1]
+    # While this socket is bound, no other program is given its port. It does not listen, so rank 0 can, several times.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("localhost", 0))
+    port = held.getsockname()[1]
+    if sys.platform != "linux":  # elsewhere, it would get the connections to rank 0
+        held.close()
     ranks: dict[int, Any] = {}
     try:
         for rank in range(case.world_size):
             ranks[rank] = CONTEXT.Process(target=be_rank, args=(adapter, case, rank, port))  # type: ignore[attr-defined]
             ranks[rank].start()
-        # The store of all ranks, as with torchrun: no other process can take its port. Its thread must not be forked.
-        _store = dist.TCPStore(
-            "localhost", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
         wait_for_ranks(case, ranks, timeout)
     finally:
         for process in ranks.values():  # all at once: a rank that loses its connection to another would report an error
             process.kill()
         for process in ranks.values():
             process.join()
+        held.close()
 
 
 def wait_for_ranks(case: Case, ranks: dict[int, Any], timeout: float) -> None:

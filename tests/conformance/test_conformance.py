@@ -356,9 +356,14 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(tmp_path: Path)
     assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
     path.write_text(source.replace(line, f"        rank and __import__('os')._exit(1)\n{line}"))
     assert checker.check("step", "dp2").detail == "rank 1 has ended its process"
-    line, own = '    dist.init_process_group("gloo")\n', "os.environ.pop('TORCHELASTIC_USE_AGENT_STORE', '')"
-    path.write_text(source.replace(line, f"    import os\n    os.environ['RANK'] == '0' and {own}\n{line}"))
-    assert "The server socket has failed to listen" in checker.check("step", "dp2").detail  # its port is in use
+    line, place = '    dist.init_process_group("gloo")\n', "('localhost', int(os.environ['MASTER_PORT']))"
+    path.write_text(source.replace(line, f"    import os, socket\n    socket.socket().bind({place})\n"))
+    assert "Address already in use" in checker.check("step", "dp2").detail
+    path.write_text(source.replace(line, f"    import os, socket\n    own = socket.create_server({place})\n{line}"))
+    assert "The server socket has failed to listen" in checker.check("step", "dp2").detail
+    end = "    dist.barrier()\n    __import__('time').sleep(dist.get_rank())\n    dist.destroy_process_group()\n"
+    path.write_text(source.replace(line, line + end + line))
+    assert checker.check("step", "dp2").verdict == "equal"  # the second group has a store of its own
 
 
 def status_of(*words: Any) -> int:
