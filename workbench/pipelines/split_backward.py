@@ -102,7 +102,9 @@ class SplitLinear(torch.autograd.Function):
             gradient, inputs = (each.reshape(-1, each.size(-1)) for each in (dy, x))
             return gradient.t() @ inputs.conj()
 
-        if _deferred is None or dx is None:  # x without a gradient can be a buffer, which the next forward changes
+        # x without a gradient can be a buffer, which the next forward changes. A gradient that itself has a graph is a
+        # part of a forward that activation checkpointing repeats, as of a gradient penalty.
+        if _deferred is None or dx is None or torch.is_grad_enabled():
             return dx, dweight() if ctx.needs_input_grad[1] else None
         defer(ctx.edges, lambda: [dweight()])
         return dx, None

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
@@ -120,6 +121,24 @@ def test_split_linears_compute_what_plain_ones_do() -> None:
         with defer_weight_grads() as deferred:
             torch.vmap(model[2])(model[:2](x)[None]).abs().sum().backward()
         x.zero_()
+        run_deferred(deferred)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)[0].square().sum()
+
+
+def test_split_linears_have_gradients_of_gradients_in_a_checkpoint() -> None:
+    gradients = []
+    for prepare in (nn.Module.train, split_backward):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)), torch.ones(2, D, requires_grad=True)
+        prepare(model)
+        loss = checkpoint(penalty, model, x, use_reentrant=False)
+        with defer_weight_grads() as deferred:
+            loss.backward()
         run_deferred(deferred)
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients)
