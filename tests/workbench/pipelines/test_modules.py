@@ -1,6 +1,7 @@
 """Pipelines of modules that are not Llamas: messages of several tensors, mistakes, and split linear layers."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,57 +89,53 @@ def test_a_copy_of_a_stage_computes_with_its_own_weights(key: dict[str, Any]) ->
     assert copied(positions, positions).isfinite().all()
 
 
+def assert_split_as_plain(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], after: Callable[[], Any] = lambda: None
+) -> None:
+    """Compare the gradients of split linears with those of plain ones; `after` is called between I and W."""
+    gradients = []
+    for prepare in (nn.Module.train, split_backward):
+        torch.manual_seed(0)
+        model = make()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        prepare(model)
+        loss = loss_of(model)
+        with defer_weight_grads() as deferred:
+            loss.backward()
+        after()
+        run_deferred(deferred)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, Linear])
 @pytest.mark.parametrize("parametrized", [False, True])
 def test_split_linears_follow_autocast_and_parametrizations(kind: type[nn.Linear], parametrized: bool) -> None:
-    gradients = []
-    for splits in (False, True):
-        model = nn.Sequential(kind(D, D), nn.Tanh(), kind(D, D))
-        model.load_state_dict(
-            {name: torch.arange(p.numel()).view(p.shape) / 99 for name, p in model.named_parameters()}
-        )
-        if splits:
-            split_backward(model)
+    def loss_of(model: nn.Module) -> Tensor:
         if parametrized:
-            parametrize.register_parametrization(model[0], "weight", nn.Tanh())
-        with torch.autocast("cpu", torch.bfloat16), defer_weight_grads() as deferred:
-            output = model(torch.arange(3.0 * D).view(3, D))
-            output.sum().backward()
-        run_deferred(deferred)
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, split in zip(*gradients, strict=True):
-        assert split.dtype == plain.dtype == torch.float32
-        assert torch.equal(split, plain)
+            parametrize.register_parametrization(model[2], "weight", nn.Tanh())
+        return model(torch.arange(3.0 * D).view(3, D)).sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_split_as_plain(lambda: nn.Sequential(kind(D, D), nn.Tanh(), kind(D, D)), loss_of)
 
 
-def test_split_linears_compute_what_plain_ones_do() -> None:
-    """Also complex ones, those in a transform of torch.func, and of a buffer that the next forward changes before W."""
-    gradients = []
-    for prepare in (nn.Module.train, split_backward):
-        torch.manual_seed(0)
-        model, x = nn.Sequential(*[nn.Linear(D, D, dtype=torch.cfloat) for _ in "012"]), torch.ones(D) + 0j
-        prepare(model)
-        with defer_weight_grads() as deferred:
-            torch.vmap(model[2])(model[:2](x)[None]).abs().sum().backward()
-        x.zero_()
-        run_deferred(deferred)
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*gradients)
+def test_split_linears_are_complex_in_transforms_and_of_buffers() -> None:
+    """The next forward changes the buffer before W."""
+    x = torch.zeros(D, dtype=torch.cfloat)
 
+    def loss_of(model: nn.Module) -> Tensor:
+        return torch.vmap(model[2])(model[:2](x.fill_(1))[None]).abs().sum()
 
-def penalty(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)[0].square().sum()
+    assert_split_as_plain(lambda: nn.Sequential(*[nn.Linear(D, D, dtype=x.dtype) for _ in "012"]), loss_of, x.zero_)
 
 
 def test_split_linears_have_gradients_of_gradients_in_a_checkpoint() -> None:
-    gradients = []
-    for prepare in (nn.Module.train, split_backward):
-        torch.manual_seed(0)
-        model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)), torch.ones(2, D, requires_grad=True)
-        prepare(model)
-        loss = checkpoint(penalty, model, x, use_reentrant=False)
-        with defer_weight_grads() as deferred:
-            loss.backward()
-        run_deferred(deferred)
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*gradients)
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)[0].square().sum()
+
+    assert_split_as_plain(
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)),
+        lambda model: checkpoint(penalty, model, torch.ones(2, D, requires_grad=True), use_reentrant=False),
+    )
