@@ -356,14 +356,23 @@ def test_a_rank_that_waits_forever_and_one_that_raises_are_named(tmp_path: Path)
     assert row.detail == "rank 1: AssertionError: rank 1 has no loss"
     path.write_text(source.replace(line, f"        rank and __import__('os')._exit(1)\n{line}"))
     assert checker.check("step", "dp2").detail == "rank 1 has ended its process"
+
+
+@pytest.mark.processes
+def test_no_other_program_gets_the_port_of_ranks_which_can_listen_again(tmp_path: Path) -> None:
     line, place = '    dist.init_process_group("gloo")\n', "('localhost', int(os.environ['MASTER_PORT']))"
-    path.write_text(source.replace(line, f"    import os, socket\n    socket.socket().bind({place})\n"))
-    assert "Address already in use" in checker.check("step", "dp2").detail
-    path.write_text(source.replace(line, f"    import os, socket\n    own = socket.create_server({place})\n{line}"))
-    assert "The server socket has failed to listen" in checker.check("step", "dp2").detail
-    end = "    dist.barrier()\n    __import__('time').sleep(dist.get_rank())\n    dist.destroy_process_group()\n"
-    path.write_text(source.replace(line, line + end + line))
-    assert checker.check("step", "dp2").verdict == "equal"  # the second group has a store of its own
+    again = "dist.barrier()\n    while dist.get_rank() and not (case.folder / 'ended').exists(): pass\n"
+    again += "    dist.destroy_process_group()\n    (case.folder / 'ended').touch()\n"
+    for before, says in (
+        (f"socket.socket().bind({place})\n", "Address already in use"),
+        (f"own = socket.create_server({place})\n", "The server socket has failed to listen"),
+        (f"{line.strip()}\n    {again}", ""),
+    ):
+        path = tmp_path / "adapter.py"
+        path.write_text(DDP.read_text().replace(line, f"    import os, socket\n    {before}{line}"))
+        row = checker_of(DDP).check("step", "dp2", adapter=path)
+        assert (row.verdict == "equal") == (not says)
+        assert says in row.detail
 
 
 def status_of(*words: Any) -> int:

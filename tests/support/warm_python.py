@@ -66,9 +66,9 @@ def python() -> str:
 
 def ask(address: str, interpreter: str, words: list[str]) -> None:
     """Let the server run a program with the folder, variables and streams of this process, and end as it does."""
-    if words[:1] == ["-u"]:
+    while words[:1] in (["-u"], ["-B"]):  # what multiprocessing passes on of a variable that is passed on, too
+        os.environ |= {"PYTHONUNBUFFERED": "1"} if words[0] == "-u" else {}
         words = words[1:]
-        os.environ["PYTHONUNBUFFERED"] = "1"
     is_plain = words and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
     changes_python = {"PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONWARNINGS"} & os.environ.keys()
     has_streams = all(os.path.exists(f"/proc/self/fd/{stream}") for stream in range(3))
