@@ -141,7 +141,7 @@ def parse_config(data: dict[str, Any]) -> Config:
         UserError: one problem per wrong value; if there is none, one per conflict between keys.
     """
     try:
-        # All sections, so that a key that is missing is named in one that is missing, too.
+        # With every section present, a section that is missing is reported by the keys that it needs.
         config = Config.model_validate({section: {} for section in Config.model_fields} | current_keys(data))
     except ValidationError as error:
         raise UserError(*map(_sentence, error.errors())) from None
