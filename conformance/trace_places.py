@@ -110,9 +110,10 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def rows_alike(x: Tensor, right: Tensor) -> Tensor:
     """Say which rows of x (n, C) are which rows of right (G, C): (n, G), by their products with two random vectors."""
-    draws = torch.rand(right.size(1), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
-    apart = ((x @ draws)[:, None] - (right @ draws)[None]).abs().amax(-1)
-    return apart <= LIMIT * right.abs().max() * right.size(1)
+    draws = torch.rand(2, right.size(1), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    bound = LIMIT * right.abs().max() * right.size(1)
+    one, other = (((x @ draw)[:, None] - right @ draw).abs() <= bound for draw in draws)
+    return one & other
 
 
 def first_alike(x: Tensor, right: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ def _work(connection: multiprocessing.connection.Connection, backend: str) -> No
     """Serve requests: receive (function, arguments, rank, size, rendezvous file), send (succeeded, result)."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module="picotron")
-    gc.freeze()  # excludes the imported libraries from `collect` below, which saves 0.2 s
     while True:
         try:
             function, arguments, rank, size, rendezvous = pickle.loads(connection.recv_bytes())
+            gc.freeze()  # excludes what has been imported from the collection below, which saves 0.2 s
             store = dist.FileStore(rendezvous, size)
             timeout = datetime.timedelta(seconds=60)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

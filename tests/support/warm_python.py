@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,7 +33,8 @@ MODULES = (
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
-    "pydantic",
+    "pydantic.functional_validators",
+    "pydantic.main",
 )
 SHARED = "WARM_PYTHON"  # variable with the command, if processes share one
 FORWARDED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
@@ -95,6 +97,8 @@ def serve(address: str) -> list[str]:
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # those of torch's operators, which take longer than most programs
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{address} of its own")

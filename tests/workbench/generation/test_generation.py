@@ -16,6 +16,7 @@ from picotron import process_group_manager as pgm
 from tests.support.messages import error_of
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
 from tests.support.training import stage_of
+from workbench.generation import kv_cache
 from workbench.generation import rotation as generation
 from workbench.generation.rotation import Completion, generate
 from workbench.generation.sampling import Sampling
@@ -27,7 +28,8 @@ Prompts = list[list[int]]
 
 def run(layout: str, cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
     stage = stage_of(make_config(layout), MODEL)
-    return [generate(stage, prompts, sampling, len(PROMPTS) - len(prompts)) for prompts, sampling in cases]
+    with mock.patch.object(kv_cache, "BLOCK", 8):
+        return [generate(stage, prompts, sampling, len(PROMPTS) - len(prompts)) for prompts, sampling in cases]
 
 
 def results(pool: WorkerPool, layout: str, cases: list[tuple[Prompts, Sampling]]) -> list[list[Completion]]:
@@ -75,14 +77,14 @@ def allowed_after(tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2 zbv tp2"])
 def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: str) -> None:
-    plain = by_transformers(Sampling(70))
+    plain = by_transformers(Sampling(20))
     end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
-    likeliest = [Sampling(70), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
-    likeliest += [Sampling(70, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
+    likeliest = [Sampling(20), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
+    likeliest += [Sampling(20, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
     ends = (first, end, 61)  # some tokenizers have an end token that the model lacks
     for allowed, least in ((None, 6), (allowed_after, 0), (allowed_after, 6)):
         likeliest.append(Sampling(15, ends=ends, allowed_tokens=allowed, min_new_tokens=least))
-    drawn = [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(40, 2.0, seed=1, ends=(5, 7, 11, 13))]
+    drawn = [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(25, 2.0, seed=1, ends=(5, 7, 11, 13))]
     cases = [(PROMPTS, sampling) for sampling in [*likeliest, *drawn]]
     *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])
     assert_same(few, by_transformers(Sampling(6))[3:4])  # some groups are empty

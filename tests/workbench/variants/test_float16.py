@@ -20,7 +20,7 @@ from workbench.run.checkpoint.checkpoint import read_state
 from workbench.variants.choose import make_optimizer
 from workbench.variants.float16 import LossScale
 
-STEPS, START, INTERVAL = 45, 2.0**23, 12  # gradients overflow with this scale, and again when it has grown
+STEPS, START, INTERVAL = 26, 2.0**23, 12  # gradients overflow with this scale, and again when it has grown
 
 
 def config_of(folder: Path, layout: str = "", **changes: Any) -> Config:
