@@ -30,7 +30,7 @@ from workbench.run.launch import free_models
 from workbench.run.start_method import START_METHOD
 
 CONTEXT = multiprocessing.get_context("forkserver" if START_METHOD == "fork" else START_METHOD)
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.llama.modeling_llama"])
+CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama"])
 
 
 class WorkerError(AssertionError):

@@ -7,7 +7,6 @@ import pytest
 from tests.support import warm_python
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-STARTS_PROCESSES = {"pool", "run"}  # fixtures
 # tests of which a worker gets one at a time, instead of all of a file
 SPREAD = ("test_all_commands_print_the_output_on_the_page", "test_random_cases_equal_transformers")
 
@@ -17,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("linux") and sys.platform != "linux":
             item.add_marker(pytest.mark.skip(reason="needs what only Linux has"))
-        if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+        if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
 
 

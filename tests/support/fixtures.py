@@ -67,13 +67,11 @@ def _only_marked_tests_start_processes(
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def pool() -> WorkerPool:
     """Processes whose fork server is a fork of warm Python, and has imported what most tests run in them."""
     CONTEXT.set_executable(warm_python.python())
     CONTEXT.set_forkserver_preload(["tests.fuzz.work"])
-    pool = WorkerPool()
-    yield pool
-    pool.close()
+    return WorkerPool()
 
 
 @pytest.fixture

@@ -79,11 +79,10 @@ def allowed_after(tokens: list[int]) -> list[int]:
 def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPool, layout: str) -> None:
     plain = by_transformers(Sampling(20))
     end, first = plain[1].tokens[3], plain[3].tokens[0]  # the second one ends a sequence with its first token
-    likeliest = [Sampling(20), Sampling(15, ends=(end,)), Sampling(15, ends=(first, end))]
+    likeliest = [Sampling(20), Sampling(15, ends=(first, end))]
     likeliest += [Sampling(20, max_length=13), Sampling(15, ends=(end,), max_length=17)]  # 13: room for one or more
     ends = (first, end, 61)  # some tokenizers have an end token that the model lacks
-    for allowed, least in ((None, 6), (allowed_after, 0), (allowed_after, 6)):
-        likeliest.append(Sampling(15, ends=ends, allowed_tokens=allowed, min_new_tokens=least))
+    likeliest += [Sampling(15, ends=ends, allowed_tokens=each, min_new_tokens=6) for each in (None, allowed_after)]
     drawn = [Sampling(15, 0.9, top_k=20, top_p=0.8, seed=3, ends=(5,)), Sampling(25, 2.0, seed=1, ends=(5, 7, 11, 13))]
     cases = [(PROMPTS, sampling) for sampling in [*likeliest, *drawn]]
     *found, few, none = results(pool, layout, [*cases, ([PROMPTS[3]], Sampling(6)), (PROMPTS, Sampling(0))])

@@ -31,14 +31,6 @@ BASE = json.loads(Path("template/base_config.json").read_text())
 ON_BASE = ["--config", "template/base_config.json"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for the files of an input. `@` in an argument stands for it."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
-
-
 def assert_rejected(call: Callable[[], Any], capsys: pytest.CaptureFixture[str]) -> str:
     """Assert that a program ends with a UserError, or prints an error and exits. Returns the message."""
     try:
@@ -154,14 +146,14 @@ CONTENTS = itertools.groupby(
 
 
 @pytest.mark.parametrize(("file", "key", "rows"), [(*place, list(rows)) for place, rows in CONTENTS])
-def test_files(file: str, key: str, rows: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files(file: str, key: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A message about the value of a key names it."""
-    (folder / "config.json").write_text("{}")
-    (folder / "empty").write_bytes(b"")
-    (folder.parent / "secret").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path.parent / "secret").write_bytes(b"")
     for *_, content in rows:
-        (folder / file).write_bytes(content)
-        assert key in assert_rejected(lambda: FILES[file](folder / file), capsys), content
+        (tmp_path / file).write_bytes(content)
+        assert key in assert_rejected(lambda: FILES[file](tmp_path / file), capsys), content
 
 
 # ------------------------------------------------------------------------------------------------------- command lines
@@ -172,7 +164,7 @@ def generate(words: list[str]) -> None:
         generation.main()
 
 
-COMMANDS = [  # a program, its first words, and some more
+COMMANDS = [  # a program, its first words, and some more; `@` stands for a folder
     (train, "", ["--config", "--config no/such.json", "--config ."]),
     (train, "--config template/base_config.json", [
         "--training.seq_length 0", "training.seq_length 4", "--training.seq_length",
@@ -226,13 +218,13 @@ COMMANDS = [  # a program, its first words, and some more
     ids=lambda value: value.__module__ if callable(value) else repr(value)[:60],
 )
 def test_command_lines(
-    program: Callable[[list[str]], object], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    program: Callable[[list[str]], object], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "empty").mkdir()
-    (folder / "job").mkdir()
-    (folder / "job" / "config.json").write_text(json.dumps(BASE))
-    message = assert_rejected(lambda: program([word.replace("@", str(folder)) for word in words]), capsys)
-    assert [path.parent.name for path in folder.rglob("config.json")] == ["job"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "config.json").write_text(json.dumps(BASE))
+    message = assert_rejected(lambda: program([word.replace("@", str(tmp_path)) for word in words]), capsys)
+    assert [path.parent.name for path in tmp_path.rglob("config.json")] == ["job"]
     if program is generate:  # not the folder alone, which has no weights
         assert all(option in message for option in words[2::2])
 
@@ -242,18 +234,18 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def test_no_file_of_a_run_stops_the_table_of_a_sweep(folder: Path) -> None:
+def test_no_file_of_a_run_stops_the_table_of_a_sweep(tmp_path: Path) -> None:
     good = b'{"step": 1, "loss": 2.5, "memory_gb": 1.0, "tokens_per_second_per_gpu": 10.0, "mfu": null}\n'
     files = ("run/metrics.jsonl", "status.txt", "slurm_job_id.txt", "config.json", "run/config.json")
     damages = [("other", b""), *itertools.product(files, RECORDS)]
     for i, (file, content) in enumerate(damages):
-        (folder / f"{i}" / "run").mkdir(parents=True)
-        (folder / f"{i}" / "config.json").write_text(json.dumps(BASE))
-        (folder / f"{i}" / "status.txt").write_text("completed\n")
-        (folder / f"{i}" / "run" / "metrics.jsonl").write_bytes(good)
-        (folder / f"{i}" / file).write_bytes(content + good if file.endswith("metrics.jsonl") else content)
-    extract_metrics.main(["--inp_dir", str(folder), "--warmup", "0"])
-    rows = {row["name"]: row for row in csv.DictReader((folder / "metrics.csv").open())}
+        (tmp_path / f"{i}" / "run").mkdir(parents=True)
+        (tmp_path / f"{i}" / "config.json").write_text(json.dumps(BASE))
+        (tmp_path / f"{i}" / "status.txt").write_text("completed\n")
+        (tmp_path / f"{i}" / "run" / "metrics.jsonl").write_bytes(good)
+        (tmp_path / f"{i}" / file).write_bytes(content + good if file.endswith("metrics.jsonl") else content)
+    extract_metrics.main(["--inp_dir", str(tmp_path), "--warmup", "0"])
+    rows = {row["name"]: row for row in csv.DictReader((tmp_path / "metrics.csv").open())}
     assert len(rows) == len(damages)
     assert [rows["0"][key] for key in ("status", "step", "problem")] == ["completed", "1", ""]
     for i, (file, content) in enumerate(damages):
