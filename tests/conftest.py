@@ -37,9 +37,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures, but not in the process that only hands out the tests: they import torch, for 5 s. It starts
-    the process that all others share.
+    the process of which all others are forks.
     """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.support.fixtures")
     elif "not processes" not in config.getoption("markexpr"):
-        os.environ[warm_python.SHARED] = warm_python.python()
+        os.environ[warm_python.SHARED] = python = warm_python.python()
+        config.option.tx = [f"popen//python={python}"] * len(config.option.tx)

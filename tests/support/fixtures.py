@@ -60,8 +60,8 @@ def _only_marked_tests_start_processes(
     global may_start_processes
     marks = {mark.name for mark in request.node.iter_markers()}
     may_start_processes = "processes" in marks
-    if may_start_processes and not marks & {"slow", "cold"}:
-        monkeypatch.setattr(sys, "executable", warm_python.python())
+    is_warm = may_start_processes and not marks & {"slow", "cold"}
+    monkeypatch.setattr(sys, "executable", warm_python.python() if is_warm else f"{sys.prefix}/bin/python")
     yield
     may_start_processes = True
 
