@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from picotron import process_group_manager
-from workbench.run.launch import free_models
+from workbench.run.free_models import free_models
 from workbench.run.start_method import START_METHOD
 
 CONTEXT = multiprocessing.get_context("forkserver" if START_METHOD == "fork" else START_METHOD)

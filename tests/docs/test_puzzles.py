@@ -15,6 +15,7 @@ from puzzles.catalogue import PUZZLES, Puzzle, find
 from puzzles.harness import run
 from puzzles.report import Report
 from tests.docs.test_docs import anchors
+from tests.support import program
 from tests.support.puzzle_answers import FAILURES, FIRST, WRONG
 from workbench.run.start_method import START_METHOD
 
@@ -107,6 +108,17 @@ def test_adapter_is_checked_function_by_function(
     assert found == ["wrong", "right", "right"]
     assert set(verdicts.values()) == {"not offered"}
     assert cli.main(["9", "--adapter", str(adapter)], tmp_path) == 0
+
+
+def test_most_puzzles_need_only_torch() -> None:
+    """`make steps` installs no more, except for NumPy. Puzzles 3, 6 and 16 use the trainer's own code."""
+    imports = (
+        "import importlib, sys; import torch.distributed\n"
+        "sys.modules.update(dict.fromkeys(['datasets', 'pydantic', 'safetensors', 'tokenizers', 'transformers']))\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    checks = [f"puzzles.checks.{puzzle.name}" for puzzle in PUZZLES if puzzle.number not in (3, 6, 16)]
+    program.run("-c", imports, "puzzles.harness", *checks)
 
 
 def test_puzzles_are_numbered_and_complete() -> None:

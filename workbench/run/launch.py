@@ -27,9 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
 from picotron.console import UserError
-from picotron.data_parallel.data_parallel import DataParallel
 from workbench.console import LinePrinter, first_line, print_line
 from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.free_models import free_models
 from workbench.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -201,14 +201,6 @@ def forget_groups() -> None:
     if not dist.is_initialized():
         free_models()
         pgm.process_group_manager = None  # type: ignore[assignment]
-
-
-def free_models() -> None:
-    """Remove the hooks of all wrappers, and free the models to which no other reference is left."""
-    for each in gc.get_objects():
-        if issubclass(type(each), DataParallel):
-            each.unhook()
-    gc.collect()
 
 
 def connect(
