@@ -69,14 +69,11 @@ def model_card(state: TrainerState, run: Path) -> str:
         base_model=start if start in on_hub else None,
         datasets=[name for name in config.dataset.weights if name in on_hub] or None,
     )
-    losses: dict[str, float] = {}
-    for record in records:
-        if record["step"] <= state.step:
-            losses |= {key: record[key] for key in ("loss", "eval_loss") if key in record}
+    record = next((each for each in records if each["step"] == state.step), {})
     facts: dict[str, Any] = {
         "training began with": start or "random weights",
         **state.model_dump(include={"step", "tokens", "layout", "versions"}),
-        **losses,
+        **{key: record[key] for key in ("loss", "eval_loss") if key in record},
         "config": config.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT),
     }
     # the names of files without their folders

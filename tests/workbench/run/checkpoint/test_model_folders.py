@@ -110,7 +110,10 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run
     folder, keys = tmp_path / "my run", {"checkpoint__save_frequency": 5}
     mixture = {str(tmp_path / "*.jsonl"): 2.0, "somebody/texts": 1.0}
     run(run_config(folder, "dp2 bfloat16", dataset__mixture=mixture, **keys))
-    write_jsonl(folder / "metrics.jsonl", [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}])
+    write_jsonl(
+        folder / "metrics.jsonl",
+        [{"step": 4, "loss": 4.0, "eval_loss": 4.0}, {"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}],
+    )
     checkpoint, exported = folder / "step_00000005", tmp_path / "model"
     (checkpoint / "model.safetensors").rename(tmp_path / "blob")
     (checkpoint / "model.safetensors").symlink_to("../../blob")  # as in the hub's cache
@@ -127,6 +130,7 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run
     assert (card.data.library_name, card.data.datasets) == ("transformers", ["somebody/texts"])
     assert str(tmp_path) not in text
     assert (facts["loss"], facts["layout"]) == (3.0, "dp 2 x pp 1 x cp 1 x tp 1")
+    assert "eval_loss" not in facts  # that of step 4 is of other weights
     assert facts["config"]["dataset"]["mixture"] == {"*.jsonl": 2.0, "somebody/texts": 1.0}
     with pytest.raises(UserError, match="exists; choose another folder"):
         export(checkpoint, exported)
