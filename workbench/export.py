@@ -22,7 +22,7 @@ from workbench.files import new_folder
 from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState, check_files, is_of_optimizer, read_state
 from workbench.run.config_reader import parse_config
 from workbench.run.launch import exit_on_error
-from workbench.run.run_folder import parse_load_path, read_records, user_error_on_failure
+from workbench.run.run_folder import read_records, start_of, user_error_on_failure
 
 LEFT_OUT = {"checkpoint", "logging", "environment"}  # sections that say nothing about the model
 
@@ -59,7 +59,7 @@ def model_card(state: TrainerState, run: Path) -> str:
         run: folder of the run.
     """
     config, records = parse_config(state.config), read_records(run / "metrics.jsonl")[0]
-    start = parse_load_path(config.checkpoint.load_path)[1] or (config.model.name if config.model.pretrained else "")
+    start = start_of(config) if state.start is None else state.start
     names = [start, *config.dataset.weights]
     on_hub = [name for name in names if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
     hub = ModelCardData(

@@ -102,6 +102,11 @@ def parse_load_path(load_path: str) -> tuple[bool, str]:
     return False, load_path
 
 
+def start_of(config: Config) -> str:
+    """Return the folder or hub id with whose weights a run begins, or "" if they are random."""
+    return parse_load_path(config.checkpoint.load_path)[1] or (config.model.name if config.model.pretrained else "")
+
+
 def delete_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then delete it: deletion is not atomic, and a half-deleted folder must not look complete.
 

@@ -72,6 +72,8 @@ class TrainerState(BaseModel):
     config: dict[str, Any]
     versions: dict[str, str]
     wandb_run_id: str | None
+    start: str | None = None
+    """folder or hub id with the weights with which the run began, "" if they were random; None in earlier versions"""
     files: dict[str, list[ByteRange]]
     """consecutive byte ranges of each of the other files, with their checksums"""
 

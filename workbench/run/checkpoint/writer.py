@@ -33,13 +33,13 @@ from picotron.model.llama import Llama
 from picotron.optimizer import AdamW
 from workbench.files import UNFINISHED, new_folder, unfinished
 from workbench.run.all_ranks import run_on_all_ranks
-from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState
+from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState, read_state
 from workbench.run.checkpoint.host_buffers import HostBuffers
 from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
 from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from workbench.run.metrics import Progress
 from workbench.run.model_config import end_tokens, ends_of, ends_of_both
-from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records
+from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint, read_records, start_of
 
 logger = logging.getLogger("picotron")
 
@@ -70,12 +70,15 @@ class CheckpointWriter:
         fingerprint: str,
         wandb_run_id: str | None = None,
     ) -> None:
-        grid = pgm.process_group_manager
+        grid, self.save_dir = pgm.process_group_manager, Path(config.checkpoint.save_dir)
         self.config, self.fingerprint, self.wandb_run_id = config, fingerprint, wandb_run_id
         self.model_files: dict[str, bytes] = {}
+        self.start: str | None = None
         if grid.global_rank == 0:
             self.model_files = model_files(model_config, config.model.dtype, tokenizer, config.training.seq_length)
-        self.save_dir = Path(config.checkpoint.save_dir)
+            kept = [*checkpoint_folders(self.save_dir).values()]  # of this run, if it resumes
+            earlier = read_state(kept[-1]) if kept else None
+            self.start = earlier.start if earlier else start_of(config)
         # Separate groups, because a background thread may call collectives during training; gloo for data on the CPU.
         self.group, self.step_group = (dist.new_group(backend="gloo") for _ in range(2))
         self.files, self.buffers = StageFiles(llama, optimizer, config.distributed.ep_size, self.group), HostBuffers()
@@ -231,6 +234,7 @@ class CheckpointWriter:
             config=self.config.model_dump(mode="json"),
             versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
             wandb_run_id=self.wandb_run_id,
+            start=self.start,
             files=files,
         )  # fmt: skip
         write_file(folder / STATE_FILE, [(0, state.to_json().encode())])

@@ -20,7 +20,7 @@ from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.llama import Llama
 from picotron.model.weights import materialise
-from tests.support.checkpoints import Run, run_config
+from tests.support.checkpoints import Run, run_config, train
 from tests.support.messages import error_of, logged_warnings
 from tests.support.oracle import assert_close, tiny_llama
 from tests.support.samples import write_jsonl
@@ -134,6 +134,15 @@ def test_exported_model_is_the_checkpoints_and_its_card_names_no_folder(run: Run
     assert facts["config"]["dataset"]["mixture"] == {"*.jsonl": 2.0, "somebody/texts": 1.0}
     with pytest.raises(UserError, match="exists; choose another folder"):
         export(checkpoint, exported)
+
+
+def test_a_card_names_where_a_run_began_also_after_a_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    begun = f"{tmp_path}/base/step_00000001"
+    for steps, (folder, start) in enumerate((("base", ""), ("tuned", begun), ("tuned", "latest")), 1):
+        keys = {"checkpoint__load_path": start, "training__total_train_steps": steps, "training__warmup_steps": 0}
+        pool.run(train, 1, run_config(tmp_path / folder, **keys), tiny_llama())
+    export(tmp_path / "tuned" / "step_00000003", tmp_path / "model")
+    assert '"training began with": "step_00000001"' in (tmp_path / "model" / "README.md").read_text()
 
 
 def test_a_name_that_is_nowhere_is_an_error() -> None:
