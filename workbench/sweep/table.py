@@ -109,9 +109,16 @@ def read_run(job: Job) -> Run:
     if problem or damage:
         logger.warning("%s: %s", job.folder, problem or damage)
     losses = field_values(records, "loss")
-    if status in ("completed", "") and losses and not losses[-1] <= DIVERGED * losses[0]:
+    if status in ("completed", "") and losses and not losses[-1] <= ceiling(losses):
         status = "diverged"
     return Run(job.name, status, config, records, problem or damage, forecast)
+
+
+def ceiling(losses: Sequence[float]) -> float:
+    """Return the loss above which a run has diverged if it ends there. A loss that can be negative, such as that of
+    GRPO, has none.
+    """
+    return DIVERGED * losses[0] if min(losses) > 0 else math.inf
 
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -222,9 +229,9 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
             axes.plot(*points(run, "loss"), style, label=f" {name}", **look)
             axes.plot(*points(run, "eval_loss"), "o", color=colour, markersize=5, markeredgecolor="black")
     drawn = [losses for run in runs if (losses := [each for each in run.losses if math.isfinite(each)])]
-    if drawn and axes.get_ylim()[1] > (ceiling := DIVERGED * max(losses[0] for losses in drawn)):
+    if drawn and axes.get_ylim()[1] > (highest := max(map(ceiling, drawn))):
         lowest = min(map(min, drawn))
-        axes.set_ylim(lowest - 0.05 * (ceiling - lowest), ceiling)  # a diverged run would flatten all others
+        axes.set_ylim(lowest - 0.05 * (highest - lowest), highest)  # a diverged run would flatten all others
     axes.set(xlabel="step\nline: training; dot: evaluation", ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     columns = 1 + len(runs) // 30

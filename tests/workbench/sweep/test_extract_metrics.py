@@ -131,6 +131,14 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     assert (3 < low < 4, 7 < high < 8) == (True, True)
 
 
+def test_a_loss_that_can_be_negative_does_not_diverge_and_is_drawn_as_a_whole(tmp_path: Path) -> None:
+    job(tmp_path / "grpo", [record(i, 10.0, loss) for i, loss in enumerate((-0.06, -0.1, -0.01), 1)], "completed")
+    assert extract(tmp_path)["grpo"]["status"] == "completed"
+    figure = Figure()
+    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in find_jobs(tmp_path)], figure)
+    assert figure.axes[0].get_ylim()[1] > -0.01
+
+
 def test_runs_are_compared_by_their_losses_unless_two_have_been_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
