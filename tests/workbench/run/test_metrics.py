@@ -115,6 +115,18 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     assert not (tmp_path / "earlier.3").exists()
 
 
+def end_of(folder: str, checkpoint: Any) -> str:
+    with mock.patch("workbench.run.metrics.logger.info") as info:
+        log_steps(folder, [], checkpoint=checkpoint)
+    return str(info.call_args_list[-2].args[0])
+
+
+def test_a_run_that_resumes_at_its_end_says_that_it_takes_no_step(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(log_steps, 1, str(tmp_path), [5.0, 4.0])
+    (said,) = pool.run(end_of, 1, str(tmp_path), checkpoint_of(tmp_path, 2, None))
+    assert said.startswith("no steps were run")
+
+
 def refused(folder: str, last: dict[int, float]) -> str:
     return error_of(lambda: log_steps(folder, [1.0, last.get(dist.get_rank(), 1.0)]))
 
