@@ -69,7 +69,7 @@ def model_card(state: TrainerState, run: Path) -> str:
         base_model=start if start in on_hub else None,
         datasets=[name for name in config.dataset.weights if name in on_hub] or None,
     )
-    record = next((each for each in records if each["step"] == state.step), {})
+    record = {key: value for each in records if each["step"] == state.step for key, value in each.items()}
     facts: dict[str, Any] = {
         "training began with": start or "random weights",
         **state.model_dump(include={"step", "tokens", "layout", "versions"}),

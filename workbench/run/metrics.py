@@ -239,7 +239,7 @@ class Metrics:
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", dtype)
         self.vocab_size = model_config.vocab_size
         kept = [record for record in records if resumed and record["step"] <= resumed.step]
-        losses = [record["loss"] for record in kept if "loss" in record]
+        losses = [record["loss"] for record in kept if record.get("loss") is not None]
         self.first_loss, self.last_loss = (losses or [math.nan])[0], math.nan  # of the run, and of this process
         self.writes = pgm.process_group_manager.global_rank == 0
         self.wandb, self.wandb_run_id = None, resumed.wandb_run_id if resumed else None

@@ -129,8 +129,12 @@ def user_error_on_failure(path: Path) -> Iterator[None]:
         ) from None
 
 
-def check_numbers(record: dict[str, Any], what: str) -> None:
-    """Raise UserError if a record has a value that is not a number, nor None, or is too large to be plotted."""
+def check_record(record: Any, what: str) -> None:
+    """Raise UserError if a record has no step, or a value that is not a number, nor None, or is too large to be
+    plotted.
+    """
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise UserError(f"{what} lacks the number of the step")
     for name, value in record.items():
         if value is not None and (type(value) not in (int, float) or abs(value) > LARGEST):
             raise UserError(f"{what} has {name}={value!r}; use a Python number of at most {LARGEST:g}, or null")
@@ -140,9 +144,9 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     """Append a record to a metrics.jsonl, which is closed after every step, so that a killed run keeps all its lines.
 
     Raises:
-        UserError: the file cannot be written, or a value is not a number.
+        UserError: the file cannot be written, or see `check_record`.
     """
-    check_numbers(record, "the record of a step")
+    check_record(record, "the record of a step")
     with user_error_on_failure(path), open(path, "a") as file:
         file.write(json.dumps(record) + "\n")
 
@@ -162,13 +166,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = parse_json(line, f"line {number} of {path.name}")
-            if (
-                not isinstance(record, dict)
-                or type(record.get("step")) is not int
-                or record.get("loss", record.get("eval_loss")) is None
-            ):
-                raise UserError(f"line {number} of {path.name} is not the record of a step")
-            check_numbers(record, f"line {number} of {path.name}")
+            check_record(record, f"line {number} of {path.name}")
             records.append(record)
         except UserError as error:
             problem = problem or str(error)

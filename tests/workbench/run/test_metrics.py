@@ -21,7 +21,7 @@ from tests.support.samples import read_jsonl
 from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, evaluation_record, peak_flops
-from workbench.run.run_folder import begin_run, claim_save_dir
+from workbench.run.run_folder import begin_run, claim_save_dir, write_record
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
@@ -113,6 +113,16 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.json", "metrics.jsonl"}
     begin_run(config, 1)
     assert not (tmp_path / "earlier.3").exists()
+
+
+def test_a_record_without_a_loss_is_kept_and_one_without_a_step_is_not_written(tmp_path: Path) -> None:
+    file, records = tmp_path / "metrics.jsonl", [{"step": 1, "loss": 5.0}, {"step": 1, "accuracy": 0.5}]
+    for record in records:
+        write_record(file, record)
+    assert "lacks the number of the step" in error_of(lambda: write_record(file, {"accuracy": 0.5}))
+    begin_run(make_config(checkpoint__save_dir=str(tmp_path)), 1)
+    assert read_jsonl(file) == records
+    assert not (tmp_path / "earlier.1").exists()
 
 
 def end_of(folder: str, checkpoint: Any) -> str:
