@@ -381,13 +381,14 @@ class Trainer:
             self.progress = dataclasses.replace(self.progress, samples=self.position)
         return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
-    def log(self, record: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl, and print it if it is due."""
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record of numbers, or None, to metrics.jsonl, and print the numbers if it is due."""
         if pgm.process_group_manager.global_rank > 0:
             return
         write_record(Path(self.config.checkpoint.save_dir, "metrics.jsonl"), record)
         if self.progress.is_printed(self.config):
-            print_line(" | ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in record.items()))
+            numbers = {name.replace("_", " "): value for name, value in record.items() if value is not None}
+            print_line(" | ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
 
 
 class FrozenModel:
