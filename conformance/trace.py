@@ -19,6 +19,7 @@ from conformance.compare import Difference
 from conformance.reference import Reference
 from conformance.result import Result
 from conformance.trace_places import (
+    ANGLES,
     EMBEDDED,
     Key,
     Local,
@@ -271,7 +272,7 @@ class Trace:
             return each.is_right
         if each.rows is None:
             fits = each.x.size(1) == each.right.size(1) or (each.call < 0 and len(each.x) == len(each.right))
-            each.is_right = False if fits else None
+            each.is_right = False if fits and not self.right[each.key].is_shared else None
             return each.is_right
         factor = self.factors.get((*each.key[:2], each.rank), 1.0)
         scale = factor * each.right.abs().max().item()
@@ -317,7 +318,7 @@ class Trace:
             return any(o.rank == each.rank for o in outputs) and all(self.is_right(o) for o in outputs)
         if phase not in (Phase.FORWARD, Phase.BACKWARD) or self.right[each.key].is_shared:
             return False
-        if each.value is not None and each.value.is_right is False:
+        if each.key[2:] == ANGLES or (each.value is not None and each.value.is_right is False):
             return True
         for key in self.keys(step, phase):
             if self.right[key].is_path and self.right[key].made > self.right[each.key].made:

@@ -23,6 +23,7 @@ class Phase(enum.IntEnum):
 
 Orders = dict[tuple[int, ...], list[Tensor]]  # of tokens, by the shape of a tensor before its columns
 EMBEDDED = ("model.embed_tokens", "input")
+ANGLES = ("model.rotary_emb", "input")  # of which only the dtype and the device matter
 # step, phase, the reference's name of a module, `input`, `output`, `weight` or `bias`
 Key = tuple[int, Phase, str, str]
 
