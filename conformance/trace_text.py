@@ -95,7 +95,8 @@ class Sentences:
     def elsewhere(self, each: Local, x: Tensor, whole: Tensor, rows: Tensor) -> str:
         """Say which other tokens have the numbers that are wrong."""
         assert each.rows is not None
-        cells, own = rows_alike(x[rows], whole), each.rows[rows]
+        period = self.length if self.trace.right[each.key].is_shared else len(whole)
+        cells, own = rows_alike(x[rows], whole), each.rows[rows] % period
         if not cells.any(1).all() or cells[torch.arange(len(own)), own].any():  # its own numbers, a little wrong
             return ""
         there, here = self.tokens(cells.int().argmax(1)), self.tokens(own)

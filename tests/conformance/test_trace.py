@@ -13,6 +13,7 @@ from conformance.mutants import command
 from conformance.trace_places import find, locate, settle
 
 DDP, PLAIN_TP = "conformance/examples/ddp.py", "conformance/adapters/plain_tp.py"
+RING = "conformance/examples/ring.py"
 FSDP, TORCH_PP = "conformance/adapters/torch_fsdp.py", "conformance/adapters/torch_pp.py"
 
 
@@ -121,6 +122,12 @@ def test_rotary_angles_do_not_depend_on_the_numbers_of_their_input(tmp_path: Pat
     wrong = f"    model.model.layers[2].input_layernorm.eps = 1e-5\n{line}"
     row = traced(tmp_path, TORCH_PP, "step", "pp2", line, wrong)
     assert "layers.2.input_layernorm output on rank 1 is " in row.trace
+
+
+@pytest.mark.processes
+def test_positions_in_another_order_are_told_from_other_positions(tmp_path: Path) -> None:
+    row = traced(tmp_path, RING, "step", "cp2", 'piece["position_ids"]', 'piece["position_ids"].flip(1)')
+    assert "rotary_emb output on ranks 0, 1 holds row 0, tokens 0-19 in another order" in row.trace
 
 
 @pytest.mark.processes
