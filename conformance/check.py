@@ -127,9 +127,10 @@ class Checker:
             if chapter == "mixed":  # gradients are sums over micro-batches only, over ranks only, and over both
                 default = ["dp1", "dp2 no_accumulation", *SINGLE]
             default = [*dict.fromkeys([*SINGLE, *default, *PAIRS, *own])] if full else default
-            own = layouts or [layout for layout in default if not self.refusal(chapter, layout, layout)]
-            others = [*own[1:], own[0]] if len(set(own)) > 1 else ["dp1"] * len(own)
-            yield from ((chapter, layout, other) for layout, other in zip(own, others, strict=True))
+            offered = [layout for layout in layouts or default if not self.refusal(chapter, layout, layout)]
+            others = itertools.chain(offered[1:], offered) if len(set(offered)) > 1 else itertools.repeat("dp1")
+            for layout in layouts or offered:
+                yield chapter, layout, next(others) if layout in offered else layout
 
     def refusal(self, chapter: str, layout: str, other: str) -> str:
         """Return why the adapter offers no such row, by its lists CHAPTERS and AXES; "" if it does."""

@@ -281,6 +281,12 @@ def test_only_the_last_bits_of_rotary_tables_may_differ(tmp_path: Path) -> None:
     assert row.verdict == "differs"  # from the second step on
 
 
+def test_a_run_resumes_in_a_layout_that_the_adapter_offers() -> None:
+    plan = checker_of(DDP).plan(["run"], ["dp2", "tp2", "dp4"])
+    assert [*plan] == [("run", "dp2", "dp4"), ("run", "tp2", "tp2"), ("run", "dp4", "dp2")]
+    assert [*checker_of(DDP).plan(["run"], ["tp2", "dp2"])][1] == ("run", "dp2", "dp1")
+
+
 @pytest.mark.processes
 def test_a_family_of_the_adapter_s_own(tmp_path: Path) -> None:
     """A stranger's mixture of experts is checked with transformers' model of it."""
