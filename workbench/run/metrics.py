@@ -308,8 +308,7 @@ class Metrics:
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record to metrics.jsonl, wandb and the console. That of step 0 has an evaluation only."""
-        trained = "loss" in record
-        if trained:
+        if trained := "loss" in record:
             self.last_loss = record["loss"]
             self.first_loss = self.last_loss if math.isnan(self.first_loss) else self.first_loss
         if not self.writes:
