@@ -96,7 +96,6 @@ bench: $(STAMP) ## compare speed and memory with transformers and with torch's o
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.schedules
 	$(BIN)/python -m benchmarks.checkpoint
-	$(BIN)/python -m benchmarks.generation
 
 gpu: ## train, generate, and measure speed and memory on this machine's GPU (ARGS="--only trace memory")
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)

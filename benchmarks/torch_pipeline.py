@@ -12,12 +12,23 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.torch_schedules import CLASSES
-from benchmarks.workload import MICRO_BATCH, ON_GPU, SEQ_LENGTH, device_of, loader_of, run_config, stage_of, torch_adamw
+from benchmarks.workload import (
+    MICRO_BATCH,
+    ON_GPU,
+    SEQ_LENGTH,
+    device_of,
+    loader_of,
+    model_config,
+    parts_of,
+    run_config,
+    torch_adamw,
+)
 from picotron import process_group_manager as pgm
 from picotron.config import Config
 from picotron.model.cross_entropy import LinearCrossEntropy
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.planning import training_schedule
+from workbench.variants.choose import build_stage
 
 PP = 2
 TORCH_CLASSES: dict[str, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B} | CLASSES  # zb_h1: one stage per rank
@@ -68,7 +79,8 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     ours = training_schedule(config)
     if ours.splits_backward:
         mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
-    held = stage_of(config, device, torch.float32)
+    # without data parallelism, because torch reads `grad` instead of `main_grad`
+    held = build_stage(*parts_of(config, device, torch.float32, model_config()))
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
         if hasattr(module, "product"):
             module.product = F.linear

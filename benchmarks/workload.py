@@ -28,7 +28,7 @@ from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.run.config_reader import parse_config
 from workbench.run.launch import keep_freed_memory
 from workbench.run.metrics import global_mean
-from workbench.variants.choose import build_model, build_stage
+from workbench.variants.choose import build_model
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--tiny" in sys.argv  # also in the processes that a benchmark starts: they have its arguments
@@ -96,11 +96,6 @@ def parts_of(config: Config, device: torch.device, dtype: torch.dtype, shape: Ll
     return config, shape, plan_pipeline(config, shape).wrap, device, dtype, initial_weights(shape, config.training.seed)
 
 
-def stage_of(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
-    """Build the model without data parallelism, for torch's trainers, which read `grad` instead of `main_grad`."""
-    return build_stage(*parts_of(config, device, dtype, model_config()))
-
-
 def training_of(
     config: Config, device: torch.device, shape: LlamaConfig
 ) -> tuple[Step, DataParallel, MicroBatchDataLoader]:
@@ -154,11 +149,6 @@ def transformers_model(device: torch.device, dp_size: int) -> Any:
     setup_process_group_manager(1, 1, 1, dp_size)
     with device:
         model = LlamaForCausalLM(model_config())
-    return with_initial_weights(model)
-
-
-def with_initial_weights(model: Any) -> Any:
-    """Give a model of transformers, or an unsharded one of picotron, the weights of `picotron_step`."""
     read = initial_weights(model_config(), run_config({}).training.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
