@@ -100,6 +100,9 @@ def memory_gb(device: torch.device) -> float:
     """Peak memory of this process in GB (10^9 bytes): allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    # On Linux, ru_maxrss begins with the peak of the process that has started this one.
+    if (status := Path("/proc/self/status")).exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(peak[1]) * 1024 / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 

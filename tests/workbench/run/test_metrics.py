@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_metrics_file_has_the_global_mean_in_full_precision(pool: WorkerPool, tm
         assert line["mfu"] is None
         assert 0.05 < line["memory_gb"] < 10
     assert json.loads((tmp_path / "deep/run/config.json").read_text())["training"]["seq_length"] == 8
+
+
+@pytest.mark.processes
+def test_the_memory_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
+    large = b"x" * 10**9
+    code = "import torch; from workbench.run.metrics import memory_gb; print(memory_gb(torch.device('cpu')))"
+    words = [sys.executable, "-X", "utf8", "-c", code]  # with -X, it is a new program, and no fork of a warm Python
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert 0.05 < float(done.stdout) < len(large) / 1.1e9
 
 
 def test_an_earlier_run_in_the_same_folder_is_kept(tmp_path: Path) -> None:
