@@ -81,13 +81,6 @@ def sentence(*results: Result) -> str:
     return str(compare(results, right())[1])
 
 
-def test_equal_results_have_no_difference() -> None:
-    errors, difference = compare([result(), result()], right())
-    assert difference is None
-    assert errors == {"loss": 0.0, "gradient": 0.0, "gradient norm": 0.0, "weight": 0.0}
-    assert compare([result(losses=[]), result()], right())[1] is None  # a rank that does not know the loss
-
-
 def test_the_first_difference_is_named() -> None:
     whole = right().weights["w"]
     off = whole.clone()
