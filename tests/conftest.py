@@ -1,4 +1,5 @@
 import os
+import shlex
 import sys
 from typing import Any
 
@@ -43,4 +44,4 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("tests.support.fixtures")
     elif "not processes" not in config.getoption("markexpr"):
         os.environ[warm_python.SHARED] = python = warm_python.python()
-        config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+        config.option.tx = [f"popen//python={shlex.quote(python)}"] * len(config.option.tx)

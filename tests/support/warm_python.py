@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -52,11 +53,11 @@ def python() -> str:
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     address = folder / "socket"
     commands = {
-        "python": f"{sys.executable} -IS {__file__} {address} {sys.executable}",
-        "torchrun": f"{folder}/python -m torch.distributed.run",
+        "python": [sys.executable, "-IS", __file__, str(address), sys.executable],
+        "torchrun": [f"{folder}/python", "-m", "torch.distributed.run"],
     }
     for name, command in commands.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     variables = {**os.environ, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen([sys.executable, __file__, str(address)], env=variables, start_new_session=True)
