@@ -24,6 +24,7 @@ from tests.support.oracle import make_config, tiny_llama
 from tests.support.program import run
 from tests.support.samples import CHAT, PROMPTS, messages, with_template, write_jsonl
 from workbench.prepare import text as text_module
+from workbench.prepare.cache import cached
 from workbench.prepare.documents import python_stdlib
 from workbench.prepare.tokens import END_OF_TEXT, read_tokenizer, write_tokens
 
@@ -169,10 +170,12 @@ def test_the_tokenizer_of_a_run_does_not_depend_on_the_process_that_reads_it(tmp
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
-    folder: str, tmp_path: Path, number: int
+def test_processes_that_tokenise_end_with_their_parent_say_nothing_and_leave_nothing(
+    folder: str, cache: Path, tmp_path: Path, number: int
 ) -> None:
-    """Ctrl-C reaches all of them; a kill reaches the parent alone. In both cases, they are busy for a long time."""
+    """Ctrl-C reaches all of them; a kill reaches the parent alone. In both cases, they are busy for a long time. What
+    they leave in the cache after a kill, the next writer deletes.
+    """
     write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
     program = (
         "import sys; sys.path.insert(0, '.')\n"
@@ -197,6 +200,9 @@ def test_processes_that_tokenise_end_with_their_parent_and_say_nothing(
         _, printed = process.communicate(timeout=60)  # which waits for all processes that can print
     assert process.returncode == -number
     assert "Traceback" not in printed
+    assert len([*cache.glob("*.unfinished")]) == (number == signal.SIGKILL)
+    cached("another", "key", lambda _: None)
+    assert not [*cache.glob("*.unfinished")]
 
 
 # ------------------------------------------------------------------------------------------------------ long documents
