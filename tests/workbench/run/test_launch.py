@@ -135,23 +135,19 @@ def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
 
 
 @pytest.mark.parametrize(("backend", "is_bound"), [(None, True), ("gloo", False)])
-def test_only_nccl_is_bound_to_its_device(backend: str | None, is_bound: bool) -> None:
-    device = torch.device("cuda", 0)
+def test_only_nccl_is_bound_to_its_device_and_all_groups_wait_as_long(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, is_bound: bool
+) -> None:
+    """`new_group` takes the timeout of its backend, as `init_process_group` does without a timeout."""
+    device, c10d = torch.device("cuda", 0), dist.distributed_c10d
+    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))  # None in builds for CPUs
     with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
         init_process_group(make_config(distributed__backend=backend, distributed__use_cpu=False), device)
     assert init.call_args.args == (backend or "nccl",)
     assert init.call_args.kwargs["device_id"] == (device if is_bound else None)
-
-
-def test_all_groups_wait_as_long_as_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`new_group` takes the default of its backend, as `init_process_group` does without a timeout."""
-    c10d = dist.distributed_c10d
-    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))  # None in builds for CPUs
-    with mock.patch.object(dist, "init_process_group") as init, mock.patch.object(launch, "check_same_config"):
-        init_process_group(make_config(), torch.device("cpu"))
     assert "timeout" not in init.call_args.kwargs
-    for backend in ("gloo", "nccl"):
-        assert c10d._get_default_timeout(dist.Backend(backend)) == launch.TIMEOUT
+    for each in ("gloo", "nccl"):
+        assert c10d._get_default_timeout(dist.Backend(each)) == launch.TIMEOUT
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(
