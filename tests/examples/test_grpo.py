@@ -1,5 +1,6 @@
 """examples/grpo.py: the ratio of the first update is 1; the loss, the rewards and the prompts."""
 
+import json
 import math
 import os
 import re
@@ -22,7 +23,6 @@ from tests.support.examples import load, make_trainer, results, save_model, save
 from tests.support.oracle import assert_close
 from tests.support.program import options
 from tests.support.samples import messages, read_jsonl, with_template, write_jsonl
-from workbench.generation.prompts import Encoder
 from workbench.generation.rotation import Completion
 
 LENGTH = 8
@@ -116,10 +116,9 @@ def test_a_reward_gets_the_prompt_the_answer_and_all_other_keys_of_the_line(tmp_
     keys |= {"distributed__dp_size": 1}
     config, options = read_config([*words_of(tmp_path, 2, **keys), "--reward", str(tmp_path / "rewards.py:score")])
     task = read_task(config, options)
-    text = task.encoder.decode(task.prompts[0].tokens)
-    assert text == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    assert task.prompts[2].tokens == Encoder.read(tmp_path / "model").encode_messages(prompt, tools)
-    assert len(task.prompts[2].tokens) > len(task.prompts[0].tokens)
+    turns = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    texts = [task.encoder.decode(each.tokens) for each in task.prompts]
+    assert texts == [turns, "f(x)", f"{json.dumps(tools[0])}\n{turns}"]
     answers = [Completion(task.encoder.encode_text(each) + task.encoder.ends, []) for each in ("It is 4.", " y")]
     assert task.compute_rewards(task.prompts[:2], answers) == [11, 4]
 
