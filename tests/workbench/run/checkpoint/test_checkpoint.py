@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import BATCH, Run, first_half, model_of, run_config, tensors_of
-from tests.support.samples import write_jsonl, write_tokenizer
+from tests.support.samples import write_jsonl
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
-    """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
+    """A run that resumes from it equals one that did not stop, bit for bit."""
     model, layout = model_of(True), "pp2 tp2 bfloat16"
     whole = run(run_config(tmp_path / "whole", layout), model)
     run(first_half(tmp_path / "run", layout), model)
@@ -33,22 +33,12 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
         assert len([*half.glob(f"{kind}*.safetensors")]) == 2  # one for each stage
         metadata = json.loads((half / f"{kind}.safetensors.index.json").read_text())["metadata"]
         assert metadata == {"total_size": sum(each.nbytes for each in tensors.values())}
-    folders = half, write_tokenizer(tmp_path / "tokenizer")
-    ids, expected = (AutoTokenizer.from_pretrained(each)("def f(x)")["input_ids"] for each in folders)
-    assert ids == expected
 
     result = run(run_config(tmp_path / "run", layout, checkpoint__load_path="latest"), model)
     assert result["losses"] == whole["losses"][5:]
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         ours, theirs = (tensors_of(tmp_path / name / "step_00000010", kind) for name in ("run", "whole"))
         assert all(ours[name].equal(theirs[name]) for name in theirs)
-
-    # A negligible learning rate in a different layout: the weights are written as they were read.
-    still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
-    other = run_config(tmp_path / "other", "pp3 bfloat16", **still, training__total_train_steps=6)
-    run(other, model)
-    again = tensors_of(tmp_path / "other" / "step_00000006", "master")
-    assert all(again[name].equal(master) for name, master in masters.items())
 
 
 def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_path: Path) -> None:
