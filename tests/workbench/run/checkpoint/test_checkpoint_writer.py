@@ -8,59 +8,46 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.optimizer import AdamW
-from picotron.parallelize import unwrap
 from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train
-from tests.support.training import wrapped
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, delete_checkpoint
 
 
-def save_twice_in_a_row(config: Config, model_config: LlamaConfig) -> list[list[int]]:
-    """Save the checkpoints of steps 1 and 2, in which all numbers are 1 and 2. The first is written late. Returns the
-    addresses of the buffers after each save.
-    """
-    model = wrapped(config, model_config, getattr(torch, config.model.dtype))
-    optimizer = AdamW(model, config.training, fused=True)
-    optimizer.restore(0, lambda parameter, name, tensor: None)
-    writer = CheckpointWriter(config, model_config, unwrap(model), optimizer, None, "fingerprint")
-    write = CheckpointWriter._write
+def train_and_write_the_first_checkpoint_late(config: Config, model_config: LlamaConfig) -> list[list[int]]:
+    """Returns the addresses of the buffers of each checkpoint."""
+    write, addresses = CheckpointWriter._write, []
 
     def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
-        time.sleep(0.3 if progress.step == 1 else 0)
+        addresses.append([buffer.data_ptr() for buffer in self.buffers.buffers])
+        time.sleep(progress.step == 1)
         write(self, progress, *others)
 
-    addresses = []
     with mock.patch.object(CheckpointWriter, "_write", late):
-        for step in (1, 2):
-            for each in writer.files.slices():
-                each.tensor.fill_(step)
-            writer.save(Progress(step))
-            addresses.append([buffer.data_ptr() for buffer in writer.buffers.buffers])
-        writer.wait()
+        train(config, model_config)
     return addresses
 
 
-def test_second_of_two_saves_in_a_row_reuses_the_buffers_after_the_first_is_written(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    config = run_config(tmp_path, "dp2 tp2 bfloat16", checkpoint__async_save=True)
-    addresses = pool.run(save_twice_in_a_row, 4, config, model_of(True))
+def test_checkpoints_of_a_thread_are_those_of_their_steps_and_share_buffers(pool: WorkerPool, tmp_path: Path) -> None:
+    """The second one is due before the first one is written."""
+    layout, model, frequent = "dp2 tp2 bfloat16", model_of(True), {"checkpoint__save_frequency": 1}
+    pool.run(train, 4, first_half(tmp_path / "sync", layout, **frequent), model)
+    config = first_half(tmp_path / "async", layout, checkpoint__async_save=True, **frequent)
+    addresses = pool.run(train_and_write_the_first_checkpoint_late, 4, config, model)
     for step in (1, 2):
         for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
-            tensors = tensors_of(checkpoint_folders(tmp_path)[step], kind)
-            assert tensors
-            assert all((tensor == step).all() for tensor in tensors.values()), (step, kind)
-    for rank, (first, second) in enumerate(addresses):
-        assert first == second
+            expected, found = (tensors_of(checkpoint_folder(tmp_path / name, step), kind) for name in ("sync", "async"))
+            assert expected
+            assert all(found[name].equal(each) for name, each in expected.items()), (step, kind)
+    for rank, (first, *others) in enumerate(addresses):
+        assert others == [first] * 4
         assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing
 
 
