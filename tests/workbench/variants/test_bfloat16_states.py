@@ -30,19 +30,13 @@ def bits_of(count: int, update: int = 1) -> Tensor:
     return random_bits(torch.arange(count, dtype=torch.int32), torch.tensor([update, 7 * update], dtype=torch.int32))
 
 
-def test_stochastic_rounding_keeps_the_mean_and_special_numbers() -> None:
-    """The mean of n rounded numbers is that of the numbers, to five standard deviations."""
-    n, value = 2**20, 1 + 2.0**-7 * 0.3  # between two neighbours with a distance of 2^-7
-    rounded = torch.empty(n, dtype=torch.bfloat16)
-    for update in (1, 2, 3):
-        round_stochastically(rounded, torch.full((n,), value), bits_of(n, update))
-        assert set(rounded.tolist()) == {1.0, 1 + 2.0**-7}
-        assert abs(rounded.double().mean() - value) < 5 * 2.0**-7 * (0.3 * 0.7 / n) ** 0.5
+def test_random_bits_differ_and_special_numbers_stay() -> None:
+    n, rounded = 2**20, torch.empty(6, dtype=torch.bfloat16)
     assert (bits_of(n, 1) - bits_of(n, 2)).unique().numel() > n // 2  # other bits for each update
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
     special = torch.cat([special, torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])  # a GPU's NaN
-    round_stochastically(rounded[:6], special, torch.full((6,), 0xFFFF, dtype=torch.int32))
-    assert str(rounded[:6].tolist()) == "[inf, -inf, nan, 0.0, -0.0, nan]"
+    round_stochastically(rounded, special, torch.full((6,), 0xFFFF, dtype=torch.int32))
+    assert str(rounded.tolist()) == "[inf, -inf, nan, 0.0, -0.0, nan]"
 
 
 @pytest.mark.usefixtures("_one_rank")
