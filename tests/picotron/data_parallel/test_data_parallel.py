@@ -42,31 +42,6 @@ def test_ranks_that_start_with_different_weights_are_an_error(
     pool.run(different_weights, 2, wrapper, tp, dtype)
 
 
-def launches() -> list[str]:
-    """Return the events of one step in order: each layer's backward, each bucket's launch and each wait."""
-    setup_process_group_manager(1, 1, 1, 2)
-    events: list[str] = []
-    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    for i, layer in enumerate(layers):
-        layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i}"))
-    model = DataParallelBucket(layers, bucket_mb=2 * 64 * 65 * 4 / 2**20)  # two layers fill a bucket
-    for k, bucket in enumerate(model.buckets):
-        launch, wait = bucket.launch, bucket.wait
-        bucket.launch = lambda k=k, launch=launch: (events.append(f"launch {k}"), launch())
-        bucket.wait = lambda k=k, wait=wait: (events.append(f"wait {k}"), wait())
-    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
-    events.append("end of backward")
-    model.finish_grad_sync()
-    return events
-
-
-def test_buckets_are_reduced_during_backward(pool: WorkerPool) -> None:
-    events = pool.run(launches, 2)[0]
-    assert events.index("launch 0") < events.index("backward 1")  # layers 3 and 2 are reduced during 1
-    rest = [e for e in events if not e.startswith("backward")]
-    assert rest == ["launch 0", "launch 1", "end of backward", "wait 0", "wait 1"]
-
-
 @pytest.mark.parametrize(("dp", "mib"), [(2, 25), (16, 64)])
 def test_buckets_have_a_minimum_size_that_grows_with_the_group(dp: int, mib: int) -> None:
     config = tiny_llama(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_hidden_layers=6)
@@ -94,15 +69,21 @@ def test_a_backward_after_partial_gradients_were_summed_is_refused() -> None:
             model(torch.ones(1, 5)).sum().backward()
 
 
-def test_a_layer_on_one_rank_holds_back_no_reduction() -> None:
-    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+def test_buckets_are_reduced_during_backward() -> None:
+    """A layer that each rank holds alone holds back none of them."""
+    layers, pending = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]), []
     with mock.patch.object(guards, "check_equal"), fake_rank(0, Distributed(dp_size=2)):
-        alone = new_groups([[0], [1]])  # each rank holds the last layer alone
-        for parameter in layers[1].parameters():
+        alone = new_groups([[0], [1]])
+        for parameter in layers[2].parameters():
             place(parameter, average_over=alone)
-        model = DataParallelBucket(layers, bucket_mb=0.0)
-        model(torch.ones(1, 5)).sum().backward()
-        assert not model.pending_buckets  # none waits for the end of the step
+        model = DataParallelBucket(layers, bucket_mb=0.0)  # a bucket for each parameter
+        layers[0].register_full_backward_pre_hook(lambda *_: pending.append(len(model.pending_buckets)))
+        model(torch.ones(1, 5, requires_grad=True)).sum().backward()
+        assert pending == [2]  # those of this layer
+        assert not model.pending_buckets
+        assert [bucket.work is not None for bucket in model.buckets] == [False, False, True, True, True, True]
+        model.finish_grad_sync()
+        assert not any(bucket.work for bucket in model.buckets)
 
 
 def test_a_compiled_wrapper_clears_its_gradients() -> None:
