@@ -1,18 +1,14 @@
 """Generation in every layout: transformers' tokens and log-probabilities, the same draws, and nothing left behind."""
 
-import contextlib
 import functools
-from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from conformance.models import small_config
 from conformance.worker_pool import WorkerPool
-from picotron import process_group_manager as pgm
 from tests.support.messages import error_of
 from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
 from tests.support.training import stage_of
@@ -99,43 +95,6 @@ def test_tokens_equal_transformers_and_draws_those_of_one_process(pool: WorkerPo
 def test_equal_prompts_share_a_prefill() -> None:
     group = generation.Group({0: [1, 2], 1: [1, 2], 2: [3]}, Sampling(3), 0, CPU)
     assert group.inputs["input_ids"].tolist() == [[1, 2, 3]]
-
-
-# ------------------------------------------------------------------------------------------------------ communication
-
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier", "broadcast")
-NEW = 9
-
-
-def count_calls(layout: str) -> tuple[int, Counter[str]]:
-    """Return the pp rank, and the numbers of collectives and of tensors sent and received, by name."""
-    stage, calls = stage_of(make_config(layout), MODEL), Counter()
-    start = dist.batch_isend_irecv
-
-    def start_batch(operations: list[dist.P2POp]) -> Any:
-        calls.update(operation.op.__name__ for operation in operations)
-        return start(operations)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", start_batch))
-        counted = {
-            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES
-        }
-        generate(stage, PROMPTS, Sampling(NEW))
-    return pgm.process_group_manager.pp_rank, calls + Counter({name: each.call_count for name, each in counted.items()})
-
-
-def test_no_collective_per_token(pool: WorkerPool) -> None:
-    """The tokens that travel with the hidden states say which sequences have ended; a single collective gathers the
-    completions at the end. With tensor parallelism, its layers add theirs, and the drawn tokens are broadcast.
-    """
-    forward, tokens = 2 * (1 + 2 * (NEW - 1)), 2 * (NEW - 1)  # of two groups
-    for pp_rank, calls in pool.run(count_calls, 4, "pp2 dp2"):
-        sent, received = ((forward, tokens), (tokens, forward))[pp_rank]
-        assert calls == {"all_gather_object": 1, "isend": sent, "irecv": received}
-    for _, calls in pool.run(count_calls, 2, "tp2"):
-        per_forward = 1 + 2 * MODEL.num_hidden_layers  # the embedding, and each attention and MLP
-        assert calls == {"all_gather_object": 1, "broadcast": NEW, "all_reduce": per_forward * NEW}
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes

@@ -1,5 +1,6 @@
-"""Generation finishes under NCCL's rules, and takes as long as its schedule says."""
+"""Generation finishes under NCCL's rules, and needs no collective for each token."""
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from workbench.generation.sampling import Sampling
 from workbench.pipelines.engine import check_layout
 from workbench.schedules.actions import Action
 from workbench.schedules.generation import generation
-from workbench.schedules.nccl_calls import Part, Program
+from workbench.schedules.nccl_calls import Part, Program, operations
 from workbench.variants.choose import build_stage
 
 pytestmark = pytest.mark.usefixtures("_no_grid_is_left")
@@ -64,3 +65,22 @@ def programs_of(config: Config) -> list[Program]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generation_finishes_on_nccl(layout: str) -> None:
     assert_finishes(programs_of(make_config(f"{layout} m4")))
+
+
+def calls_of(layout: str) -> list[Counter[str]]:
+    """Return the numbers of collectives and of tensors sent and received, by name, of all ranks."""
+    programs = programs_of(make_config(layout))
+    return [Counter(part.operation for each in operations(program) for part in each.parts) for program in programs]
+
+
+def test_no_collective_per_token() -> None:
+    """The tokens that travel with the hidden states say which sequences have ended. With tensor parallelism, its layers
+    add collectives, and the drawn tokens are broadcast.
+    """
+    forward, tokens = 2 * (1 + 2 * (ROUNDS - 1)), 2 * (ROUNDS - 1)  # of two groups
+    first, last = {"send": forward, "receive": tokens}, {"send": tokens, "receive": forward}
+    at_the_beginning = {"all-reduce (SUM)": 2}  # the first communication of a process group
+    assert calls_of("pp2 dp2") == [first | at_the_beginning, last | at_the_beginning] * 2
+    sums = 1 + 2 * 6  # of a forward: the embedding, and each attention and MLP
+    each = {"all-reduce (SUM)": sums * ROUNDS, "all-gather": ROUNDS, "broadcast": ROUNDS}
+    assert calls_of("tp2") == [each] * 2
