@@ -75,6 +75,14 @@ def test_default_group_is_the_smallest_of_the_fastest(name: str, chunks: int) ->
         assert build(name, pp, m, chunks).programs == build(name, pp, m, chunks, fastest).programs
 
 
+def test_zbv_ranks_never_idle_between_their_first_and_last_action() -> None:
+    for pp, m in GRID:
+        if m >= 2 * pp - 1:
+            for rank, spans in enumerate(timeline_of("zbv", pp, m).spans):
+                assert spans[0].start == pytest.approx(rank / 2)
+                assert spans[-1].end - spans[0].start == pytest.approx(3 * m)  # the computing time of a rank
+
+
 def test_peak_counts_deferred_units_and_temporary_memory() -> None:
     def peak(text: str) -> int:
         program = [parse_action(action) for action in text.split()]
