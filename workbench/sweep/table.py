@@ -115,10 +115,10 @@ def read_run(job: Job) -> Run:
 
 
 def ceiling(losses: Sequence[float]) -> float:
-    """Return the loss above which a run has diverged if it ends there. A loss that can be negative, such as that of
-    GRPO, has none.
+    """Return the loss above which a run has diverged if it ends there; infinity for losses that can be negative, as
+    those of GRPO.
     """
-    return DIVERGED * losses[0] if min(losses) > 0 else math.inf
+    return math.inf if min(losses) <= 0 else DIVERGED * losses[0]
 
 
 def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:

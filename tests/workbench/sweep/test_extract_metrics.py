@@ -115,6 +115,7 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
         "a": [7.0, 6.0, 5.0],
         "b": [7.0, 5.0, 4.0],
         "far": [7.0, math.nan, 4e35],
+        "first": [math.nan, 5.0],
         "plateau": [7.0, 9.0, 8.0],
     }
     for name, each in losses.items():
@@ -126,7 +127,7 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
         job(tmp_path / name, records, "completed")
     job(tmp_path / "c", [record(1, 10.0, 3.9)], "fail")  # it might have become NaN
     rows = extract(tmp_path)
-    statuses = ["diverged", "completed", "completed", "fail", "diverged", "diverged"]
+    statuses = ["diverged", "completed", "completed", "fail", "diverged", "diverged", "diverged"]
     assert [row["status"] for row in rows.values()] == statuses
     assert {row["problem"] for row in rows.values()} == {""}
     assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
