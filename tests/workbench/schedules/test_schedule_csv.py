@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _add_send_recv, _PipelineScheduleRuntime, _simulate_comms_compute
 
 from benchmarks.torch_schedules import CLASSES, torch_schedule
 from picotron.console import UserError
@@ -29,7 +29,7 @@ def test_read_csv_accepts_files_of_spreadsheets_and_torch(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_files_are_read_by_us_and_by_torch(name: str, tmp_path: Path) -> None:
-    """torch's loader checks the order of actions and adds messages."""
+    """torch's loader checks the order of actions and adds messages; its simulator finds deadlocks."""
     path = tmp_path / "schedule.csv"
     for pp, m, chunks in itertools.product((2, 3, 4), (1, 4, 9), (1, 2, 3)):
         recipe = SCHEDULES[name]
@@ -42,6 +42,9 @@ def test_files_are_read_by_us_and_by_torch(name: str, tmp_path: Path) -> None:
             theirs._load_csv(str(path))
             owners = {stage: schedule.rank_of(stage) for stage in range(schedule.num_stages)}
             assert theirs.stage_index_to_group_rank == owners
+            if name != "dualpipev":  # torch's simulator knows no overlapped pairs
+                with_messages = _add_send_recv(theirs.pipeline_order, owners.__getitem__, schedule.num_stages)
+                _simulate_comms_compute(with_messages, owners.__getitem__, schedule.num_stages)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_world_size_16_writes_every_combination_that_can_run(
     assert f"{total - len(expected)} of {total} combinations left out" in capsys.readouterr().out
 
 
-def test_config_is_the_base_config_with_the_values_of_the_flags_and_without_its_token(tmp_path: Path) -> None:
+def test_config_is_the_base_config_with_the_values_of_the_flags_and_without_its_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = "--tp 2 --pp 2 --pp_engine zb_h1 --num_hidden_layers 6 --mbs 7 --seq_len 32 --subset_name 42 --use_wandb"
     words += " --use_fused_adam false --training.learning_rate 1e-3 --logging.trace_steps [1,2]"
     words += " --environment.OMP_NUM_THREADS 1"
@@ -85,6 +87,8 @@ def test_config_is_the_base_config_with_the_values_of_the_flags_and_without_its_
     changes |= {"logging__trace_steps": [1, 2], "environment__OMP_NUM_THREADS": 1}
     changes |= {"checkpoint__save_dir": f"{folder}/run"}
     assert configs(folder) == {"exp": config_data(**KEYS | changes)}
+    assert not any(b"hf_secret" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert "hf_secret" not in "".join(capsys.readouterr())
 
 
 def test_experts_are_split_over_all_numbers_of_ranks_that_divide_them(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
-    """A run that resumes from it equals one that did not stop, bit for bit."""
+    """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
     model, layout = model_of(True), "pp2 tp2 bfloat16"
     whole = run(run_config(tmp_path / "whole", layout), model)
     run(first_half(tmp_path / "run", layout), model)
@@ -39,6 +39,12 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         ours, theirs = (tensors_of(tmp_path / name / "step_00000010", kind) for name in ("run", "whole"))
         assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+    # A negligible learning rate in a different layout: the weights are written as they were read.
+    still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}
+    run(run_config(tmp_path / "other", "pp3 bfloat16", **still, training__total_train_steps=6), model)
+    again = tensors_of(tmp_path / "other" / "step_00000006", "master")
+    assert all(again[name].equal(master) for name, master in masters.items())
 
 
 def test_keep_best_keeps_the_checkpoint_of_the_lowest_evaluation(run: Run, tmp_path: Path) -> None:
