@@ -40,7 +40,7 @@ sys.addaudithook(refuse_processes)
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector look seldom, and never at what has been imported: a seventh of the tests' own time."""
+    """Run the garbage collector seldom, and never on what has been imported, which took a seventh of the time."""
     gc.freeze()
     gc.set_threshold(20_000)
 

@@ -99,7 +99,7 @@ def serve(address: str) -> list[str]:
         importlib.import_module(name)
     gc.freeze()
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]
-        each.atexit = False  # those of torch's operators, which take longer than most programs
+        each.atexit = False  # freeing torch's operators takes longer than most programs
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{address} of its own")

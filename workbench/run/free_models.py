@@ -1,4 +1,4 @@
-"""Freeing of models. This imports no config, because worker_pool.py, which puzzles use, should need torch alone."""
+"""Freeing of models. It imports no config, so that worker_pool.py, and with it the puzzles, need torch alone."""
 
 import gc
 

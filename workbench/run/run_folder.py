@@ -134,7 +134,7 @@ def check_record(record: Any, what: str) -> None:
     plotted.
     """
     if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise UserError(f"{what} lacks the number of the step")
+        raise UserError(f"{what} should be an object with an integer 'step'")
     for name, value in record.items():
         if value is not None and (type(value) not in (int, float) or abs(value) > LARGEST):
             raise UserError(f"{what} has {name}={value!r}; use a Python number of at most {LARGEST:g}, or null")

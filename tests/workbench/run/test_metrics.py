@@ -125,7 +125,7 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_record_without_a_step_is_not_written(tmp_path: Path) -> None:
-    assert "lacks the number of the step" in error_of(lambda: write_record(tmp_path / "a", {"accuracy": 0.5}))
+    assert "'step'" in error_of(lambda: write_record(tmp_path / "a", {"accuracy": 0.5}))
 
 
 @pytest.mark.usefixtures("_one_rank")

@@ -22,7 +22,7 @@ from workbench.run.run_folder import checkpoint_folder, checkpoint_folders, dele
 
 
 def train_and_write_the_first_checkpoint_late(config: Config, model_config: LlamaConfig) -> list[list[int]]:
-    """Returns the addresses of the buffers of each checkpoint."""
+    """Train, and return the addresses of the buffers at each checkpoint."""
     write, addresses = CheckpointWriter._write, []
 
     def late(self: CheckpointWriter, progress: Progress, *others: Any) -> None:
