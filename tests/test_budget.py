@@ -25,7 +25,7 @@ TOKENS = {
     "puzzles": 23_806,
     "steps": 14_609,
     "submit_slurm_jobs.py": 1_385,
-    "tests": 140_682,
+    "tests": 140_685,
     "train.py": 1_416,
     "workbench": 122_600,
 }
