@@ -35,7 +35,7 @@ def difference(result: Any, expected: Any, name: str | tuple[str, ...] = "result
         return f"{name} should be {kind(expected)}, but is {kind(result)}"
     result, expected = result.detach(), expected.detach()
     scale = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0
-    wrong = ~((result - expected).abs() <= tolerance * max(scale, 1e-30)) & ~(result == expected)
+    wrong = ~((result - expected).abs() <= tolerance * max(scale, 1e-3)) & ~(result == expected)
     if not wrong.any():
         return ""
     place = tuple(wrong.nonzero()[0].tolist())

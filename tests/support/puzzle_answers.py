@@ -47,6 +47,7 @@ WRONG = [
     (19, "(scores - lse[..., None]).exp()", "scores.softmax(-1)", "WRONG", r"dk\[0, 0, 0\] is"),
     (19, "dout @ kv[1].mT - weighted", "dout @ kv[1].mT", "WRONG", "lacks the sum over p dp"),
     (19, "(dout @ kv[1].mT - weighted) * scale", "(dout @ kv[1].mT - weighted)", "WRONG", "not divided by sqrt"),
+    (19, "(dout * out).sum(-1, keepdim=True)", "(dout * out).flip(-1).sum(-1, keepdim=True)", "RIGHT", "^$"),  # gradients of 0 are 1e-15
     (19, "scores = scores.masked_fill(future, -torch.inf)", "pass", "WRONG", "later keys of this rank are not masked"),
 ]  # fmt: skip
 
