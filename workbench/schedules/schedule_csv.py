@@ -17,7 +17,7 @@ from workbench.console import first_line
 from workbench.schedules.actions import AnyAction, Overlapped, Placement, Schedule, parse_action
 from workbench.schedules.checker import check
 
-_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")  # of torch's `compute_comms`
+_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")  # of torch's `compute_comms`
 
 
 def as_csv(programs: Sequence[Sequence[AnyAction]]) -> str:
