@@ -130,6 +130,9 @@ class FakeGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "fake_meta"
 
+    def _get_backend(self, device: torch.device) -> Any:  # torch 2.15 asks it whether it sends a batch at once
+        return self
+
 
 for method, operation in OPERATIONS.items():
     setattr(FakeGroup, method, functools.partialmethod(FakeGroup.count, operation))
