@@ -83,7 +83,7 @@ class DenseMixture(nn.Module):
 @contextlib.contextmanager
 def without_bfloat16() -> Iterator[None]:
     """Keep the dtype where torch.optim.Muon rounds to bfloat16."""
-    with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+    with mock.patch.object(Tensor, "bfloat16", Tensor.clone), mock.patch.object(torch, "bfloat16", llama.DTYPE):
         yield
 
 
