@@ -12,7 +12,7 @@ ifeq ($(shell uname),Darwin)
 export GLOO_SOCKET_IFNAME ?= lo0
 endif
 
-.PHONY: help steps setup train check test slow parity pages oldest fuzz mutants lint schema docs bench gpu clean site playground-test playground-pictures
+.PHONY: help steps setup train check test slow parity pages oldest newest fuzz mutants lint schema docs bench gpu clean site playground-test playground-pictures
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -65,15 +65,16 @@ parity: $(STAMP) ## compare all layouts with one process, write docs/reference/p
 pages: $(STAMP) ## run the slow commands of all pages, and the long tests of the programs on them
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow tests/docs $(ARGS)
 
-OLDEST := .venv-oldest
-$(OLDEST)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -m tests.support.oldest)
+.venv-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -m tests.support.versions $*)
 	@touch $@
 
-oldest: $(OLDEST)/.installed ## run make gpu on the CPU and the tests of make check with the oldest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m benchmarks.gpu --tiny
-	$(OLDEST)/bin/python -m pytest -q -m "not slow and not processes" --ignore tests/docs/test_docs.py $(ARGS)
+oldest: .venv-oldest/.installed ## run make gpu on the CPU and the tests with the oldest versions that pyproject.toml allows
+newest: .venv-newest/.installed ## the same with the newest versions; rm -r .venv-newest looks for newer ones
+oldest newest:
+	.venv-$@/bin/python -m benchmarks.gpu --tiny
+	.venv-$@/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## look for a case that differs from transformers, for 10 minutes (ARGS="--minutes 60 --seed 1")
 	$(BIN)/python -m tests.fuzz --minutes 10 $(ARGS)
@@ -116,4 +117,4 @@ playground-browser: $(STAMP)
 	$(BIN)/python -m docs.site.build --pyodide playground/node_modules/pyodide
 
 clean: ## remove .venv and the tools' caches, not the outputs of runs
-	rm -rf .venv $(OLDEST) .pytest_cache .ruff_cache .mypy_cache build picotron.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .mypy_cache build picotron.egg-info
