@@ -127,6 +127,7 @@ def part_of_rows(size: int) -> Part:
     )
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot gather it")
 def test_a_part_in_several_pieces_is_gathered(pool: WorkerPool) -> None:
     for part in pool.run(part_of_rows, 2, 2):
         assert part.start == (0, 0)
@@ -284,7 +285,7 @@ def test_a_run_resumes_in_a_layout_that_the_adapter_offers() -> None:
 def test_a_family_of_the_adapter_s_own(tmp_path: Path) -> None:
     """A stranger's mixture of experts is checked with transformers' model of it."""
     path = tmp_path / "own.py"
-    config = {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 2}
+    config = {"model_type": "qwen2_moe", "num_experts": 6, "shared_expert_intermediate_size": 24}
     path.write_text(f"{DDP.read_text()}\nCONFIG = {config}\n")
     checker = Checker(path)
     row = checker.check("step", "dp2")
