@@ -309,7 +309,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
     An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
     others in vain prints the line at which it waited.
     """
-    if "triton" not in sys.modules:  # which, from 3.9 on, prints its objects that are still there at the end
+    # Triton 3.9, which comes with torch 2.15, prints its objects that are still there at the end.
+    if "triton" not in sys.modules or torch.__version__ < "2.15":
         gc.freeze()  # what has been imported need not be looked at again, and the program ends faster
     rank = os.environ.get("RANK", "0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `begin`
