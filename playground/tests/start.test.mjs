@@ -16,7 +16,7 @@ test("the first view is there before Python is", async () => {
   assert.deepEqual(await colourAt(page, "a", 0, 32 / 33), BACKWARD);
   assert.match(await text("#status"), /^Python is loading/);
   await page.click("text=Memory of a rank");
-  assert.equal((await figures(page, "bytes"))["Most on a GPU"], "34.7 GiB");
+  assert.equal((await figures(page, "bytes"))["Most on a GPU"], "32.8 GiB");
 });
 
 test("the questions are links with settings, and answered at once", async () => {
