@@ -12,12 +12,12 @@ export class State {
   constructor() {
     this.listeners = [];
     this.read();
-    window.addEventListener("hashchange", () => {
-      if (location.hash !== this.written) {
-        this.read();
-        this.notify();
-      }
-    });
+    window.addEventListener("hashchange", () => this.follow()); // by a link, by Back, or by the reader
+  }
+
+  follow() {
+    this.read();
+    this.notify();
   }
 
   // Take the values from the page's address. `refused` has the texts that are no values, and why.
@@ -54,8 +54,7 @@ export class State {
   // Change some values, and tell everyone who shows them.
   set(values) {
     Object.assign(this.values, values);
-    this.written = this.link;
-    history.replaceState(null, "", this.written);
+    history.replaceState(null, "", this.link);
     this.notify();
   }
 

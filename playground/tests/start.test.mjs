@@ -72,6 +72,17 @@ test("a number out of range is refused at its field, and nothing else changes", 
   assert.deepEqual(await page.$$eval(".fault", (all) => all.filter((each) => !each.hidden).map((each) => each.textContent)), []);
 });
 
+test("a step back in the browser shows the earlier settings again", async () => {
+  await open("#b=");
+  await page.waitForSelector("html[data-python]");
+  await set(page, "pp", 8);
+  await page.click("text=Why is a rank idle?");
+  await until("#a .figures", /Step time33/);
+  await page.goBack();
+  await until("#a .figures", /Step time45/);
+  assert.equal(await page.inputValue("#pp"), "8");
+});
+
 test("a link's wrong values are refused at their fields", async () => {
   await open("#b=&pp=500&micro_batches=many&message=0.5&colour=red");
   assert.match(await text("#pp-fault"), /^500 is not between 1 and 32; 4 is still in use$/);
