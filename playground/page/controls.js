@@ -10,7 +10,7 @@ export class Controls {
     this.rows = Object.values(TABS).flatMap((groups) => Object.values(groups).flat()).map((setting) => new Row(setting, state));
     const row = (setting) => this.rows.find((each) => each.setting === setting).element;
     this.tabs = Object.entries(TABS).map(([tab, groups]) => [tab, Object.entries(groups).map(([title, settings]) => fieldset(title, settings, row))]);
-    const reset = el("button", { onclick: () => (location.hash = state.values.tab === "schedules" ? "" : `tab=${state.values.tab}`) }, "Reset all");
+    const reset = el("button", { onclick: () => state.reset() }, "Reset all");
     parent.append(...this.tabs.flatMap(([, fieldsets]) => fieldsets), el("div", { className: "actions" }, reset));
     state.listeners.push(() => this.update());
     this.update();

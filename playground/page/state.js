@@ -58,6 +58,12 @@ export class State {
     this.notify();
   }
 
+  // Take the defaults, but stay on the tab.
+  reset() {
+    location.hash = this.values.tab === DEFAULTS.tab ? "" : `tab=${this.values.tab}`;
+    this.follow(); // also if the address is the same, because texts were refused
+  }
+
   notify() {
     for (const listener of this.listeners) listener(this.values);
   }

@@ -83,6 +83,16 @@ test("a step back in the browser shows the earlier settings again", async () => 
   assert.equal(await page.inputValue("#pp"), "8");
 });
 
+test("a reset removes refused texts, also if no setting has changed", async () => {
+  for (const [tab, name, value] of [["schedules", "pp", "4"], ["memory", "tp_size", "2"]]) {
+    if (tab === "memory") await page.close();
+    await open(`#tab=${tab}`, { prepare: withoutPython });
+    await page.fill(`#${name}`, "5000");
+    await page.click("text=Reset all");
+    assert.deepEqual([await page.isVisible(`#${name}-fault`), await page.inputValue(`#${name}`)], [false, value]);
+  }
+});
+
 test("a link's wrong values are refused at their fields", async () => {
   await open("#b=&pp=500&micro_batches=many&message=0.5&colour=red");
   assert.match(await text("#pp-fault"), /^500 is not between 1 and 32; 4 is still in use$/);
