@@ -43,6 +43,7 @@ export class Panel {
     this.unit = unit;
     this.result = result;
     this.error.hidden = true;
+    this.details.hidden = false;
     this.choice.setAttribute("aria-invalid", "false");
     this.timeline.element.classList.remove("stale");
     const name = label || result.name;
@@ -78,6 +79,7 @@ export class Panel {
   fail({ error, deadlock, field }) {
     this.error.textContent = error;
     this.error.hidden = false;
+    this.details.hidden = true; // its numbers are those of another schedule
     this.choice.setAttribute("aria-invalid", String(!field)); // else the field of the mistake is marked
     this.figures.replaceChildren();
     this.chain.textContent = this.action.textContent = this.note.textContent = "";

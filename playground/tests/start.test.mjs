@@ -106,12 +106,16 @@ test("a link's wrong values are refused at their fields", async () => {
 });
 
 test("a schedule that does not exist or cannot be built marks its menu", async () => {
-  await open("#b=&a=zb_h7");
+  await open("#b=");
+  await page.click("#a summary");
+  await page.evaluate(() => (location.hash = "#b=&a=zb_h7"));
   await until("#a .error", /zb_h7/);
+  assert.equal(await page.isVisible("#a table"), false, "the numbers of the ranks are those of another schedule");
   assert.equal(await page.getAttribute("#a-schedule", "aria-invalid"), "true");
   await page.selectOption("#a-schedule", "1f1b");
   await until("#a .figures", /Step time33/);
   assert.equal(await page.getAttribute("#a-schedule", "aria-invalid"), "false");
+  assert.ok(await page.isVisible("#a table"));
 });
 
 test("after the first visit, the page works without a network", async () => {
