@@ -19,7 +19,7 @@ export const SCHEDULES = {
     slider("B", "B backward", 0.1, 8, 0.1, "time of a full backward"),
     slider("I", "I input half", 0.1, 4, 0.1, "time of the first half of a split backward: gradients of the stage’s input"),
     slider("W", "W weights half", 0.1, 4, 0.1, "time of the second half of a split backward: gradients of the weights"),
-    slider("message", "Message", 0, 2, 0.05, "latency of a message between ranks"),
+    slider("message", "Message", 0, 2, 0.05, "latency of a message between ranks, which compute meanwhile (in picotron’s loops for afab and 1f1b, they wait, so a step takes longer)"),
     slider("transfer", "Transfer", 0, 2, 0.05, "time in which a message occupies the link between two ranks: its size, divided by the bandwidth"),
     slider("overlapped", "Overlapped pair", 0.5, 1, 0.05, "time of a pair of DualPipeV, as a fraction of F + B"),
   ],
