@@ -49,6 +49,14 @@ test("no page is wider than a phone, and its menu leads to the pages", async () 
   assert.equal(await text("h1"), "Collectives");
 });
 
+test("the first page is no wider than a window", async () => {
+  await visit("index.html");
+  for (const width of [1280, 1024, 900]) {
+    await page.setViewportSize({ width, height: 900 });
+    assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), width);
+  }
+});
+
 test("a page opens at its top, and the list of pages at its place", async () => {
   await visit("docs/code.html", { width: 1440 });
   assert.deepEqual(await page.evaluate(() => [scrollY, document.querySelector("nav").scrollTop > 0]), [0, true]);
