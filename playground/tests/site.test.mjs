@@ -49,11 +49,18 @@ test("no page is wider than a phone, and its menu leads to the pages", async () 
   assert.equal(await text("h1"), "Collectives");
 });
 
-test("the first page is no wider than a window", async () => {
+test("the first page is no wider than a window, and all code fits on paper", async () => {
   await visit("index.html");
   for (const width of [1280, 1024, 900]) {
     await page.setViewportSize({ width, height: 900 });
     assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), width);
+  }
+  await page.emulateMedia({ media: "print" });
+  await page.setViewportSize({ width: 718, height: 1000 }); // A4
+  for (const address of ["index.html", "steps/index.html", "docs/pipeline_schedules.html"]) {
+    await page.goto(browser.url + address);
+    const cut = await page.$$eval("pre", (all) => all.filter((each) => each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight).length);
+    assert.equal(cut, 0, address);
   }
 });
 
