@@ -61,7 +61,7 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
          "fuzz", "step pp2"),
         ("norm_counts_replicas", "pgm.process_group_manager.tp_world_size if shard is None else shard.replicas", "1",
          "fuzz", "step tp2"),
-        ("norm_counts_tied_embedding_twice", " and not placement(parameter).is_replica", "", "fuzz", "run pp2 tied"),
+        ("norm_counts_tied_embedding_twice", " and not placement(each).is_replica", "", "fuzz", "run pp2 tied"),
         ("no_master_weights",
          "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])",
          "torch._foreach_copy_([owned_weight(p) for p in rounded], [self.masters[p] for p in rounded])\n            torch._foreach_copy_([self.masters[p] for p in rounded], [owned_weight(p) for p in rounded])",

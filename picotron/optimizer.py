@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -198,25 +199,26 @@ def make_optimizer(model: nn.Module, config: Config) -> AdamW:
     return AdamW(model, config.training, config.model.use_fused_adam)
 
 
+NORM_PART = 2**18  # elements of a gradient whose norm is computed at a time
+
+
 @torch.no_grad()
-def squared_norms(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's share of each gradient's squared norm, by the parameter's name, as scalars in float64 on the
-    device. The shares of all ranks add up to the squared norm: ranks that hold the same numbers have equal shares of
-    them, and a copy of a tied weight has none.
+def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Compute this rank's share of the squared norm of the gradients of parameters, a scalar in float64 on the device.
+    The shares of all ranks add up to the squared norm: ranks that hold the same numbers have equal shares of them, and
+    a copy of a tied weight has none, nor has a frozen parameter.
     """
-    found = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not placement(parameter).is_replica
-    }
-    if not found:  # all weights of this rank are frozen, or it has none
-        return {}
-    norms = torch._foreach_norm([main_grad(parameter) for parameter in found.values()])
-    squares = torch.stack(norms).double().square().unbind()  # float64, because stages can have different dtypes
-    torch._foreach_div_(
-        squares, [float(copies(each)) for each in found.values()]
-    )  # Python numbers: no wait for the GPU
-    return dict(zip(found, squares, strict=True))
+    parts: defaultdict[int, list[Tensor]] = defaultdict(list)  # of gradients, by the number of their copies
+    for each in parameters:
+        if each.requires_grad and not placement(each).is_replica:
+            gradient = main_grad(each)
+            # A CPU adds the squares of a tensor one by one, in float32: of a large one, it would lose some percent.
+            parts[copies(each)] += gradient.flatten().split(NORM_PART) if gradient.is_cpu else [gradient]
+    square = torch.zeros((), dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    for number, tensors in parts.items():
+        # float64, also because stages can have different dtypes
+        square += torch.stack(torch._foreach_norm(tensors)).double().square().sum() / number
+    return square
 
 
 @torch.no_grad()
@@ -233,9 +235,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None) -> Tensor:
     """
     wrapper = wrapper_of(model)
     wrapper.finish_grad_sync()  # unless the loop has called it
-    square = torch.zeros((), dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    if shares := squared_norms(model):
-        square = torch.stack([*shares.values()]).sum()
+    square = squared_norm(model.parameters())
     all_reduce(square, None)
     norm = square.sqrt().to(next(iter(wrapper.gradient_buffers()), square).dtype.to_real())
     if max_norm is not None:

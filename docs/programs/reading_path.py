@@ -45,7 +45,7 @@ Pipeline parallelism
     picotron/pipeline_parallel/pipeline_parallel.py  PipelineParallel.forward PipelineParallel.backward forward_step
     picotron/pipeline_parallel/pipeline_parallel.py  graph_of train_step_pipeline_1f1b
 The update
-    picotron/optimizer.py  squared_norms clip_grad_norm
+    picotron/optimizer.py  squared_norm clip_grad_norm
     picotron/optimizer.py  AdamW.update_masters AdamW.update AdamW.step update_weights
 The loop, whose `step` is train_step_pipeline_1f1b
     train.py  train
@@ -60,7 +60,7 @@ LEFT_OUT = {
     "all_gather_single reduce_scatter_single add_product sum_losses scale_gradients UPDATE",
     "passes its arguments on": "DataParallel.forward DataParallel.backward DataParallel.parts wrapper_of unwrap shapes_of",
     "sets gradients to zero": "AdamW.zero_grad DataParallel.zero_grad DataParallel.gradient_buffers",
-    "a number": "SEQUENCE IGNORE_INDEX chunk_tokens Config.global_batch_size learning_rate_factor.factor",
+    "a number": "SEQUENCE IGNORE_INDEX NORM_PART chunk_tokens Config.global_batch_size learning_rate_factor.factor",
     "types": "Finish Group Start BlocksOf AttentionFn ChunkLoss LossFn Loader Model Shapes OwnedSlice Placement",
     "checks": "UserError checked version_of picotron/data_parallel/guards.py",
     "the kernel of a GPU, and torch's kernels": "prefers_cudnn aten",

@@ -8,7 +8,7 @@ from torch import nn
 
 from picotron.data_parallel.data_parallel import DataParallelNaive
 from picotron.model.placement import main_grad
-from picotron.optimizer import AdamW, make_scheduler
+from picotron.optimizer import AdamW, clip_grad_norm, make_scheduler
 from tests.support.oracle import assert_close, make_config, torch_adamw
 from workbench.variants.choose import make_optimizer
 
@@ -85,3 +85,10 @@ def test_an_optimizer_goes_on_with_the_bfloat16_states_of_another_one(states: st
                 scheduler = make_scheduler(optimizer, config.training, step + 1)
         ends.append(layer.weight)
     assert torch.equal(*ends)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    model = DataParallelNaive(nn.Linear(2**12, 2**12, bias=False))
+    gradient = main_grad(model.module.weight).normal_()
+    assert_close(clip_grad_norm(model, None).double(), gradient.double().norm(), 1e-5)

@@ -30,7 +30,7 @@ from picotron.console import UserError
 from picotron.data.loader import MicroBatchDataLoader, Rows, epoch_order
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.weights import initial_weights
-from picotron.optimizer import clip_grad_norm, make_scheduler, squared_norms
+from picotron.optimizer import clip_grad_norm, make_scheduler, squared_norm
 from picotron.parallelize import unwrap
 from workbench.console import print_line
 from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, split_batch, train_batch, whole_step
@@ -207,7 +207,9 @@ def gradient_norms(model: DataParallel) -> dict[str, float]:
     model.finish_grad_sync()
 
     def shares() -> dict[str, float]:
-        return {name: square.item() for name, square in squared_norms(unwrap(model)).items()}
+        return {
+            name: squared_norm([each]).item() for name, each in unwrap(model).named_parameters() if each.requires_grad
+        }
 
     squares: dict[str, float] = defaultdict(float)
     for found in run_on_all_ranks(shares):
