@@ -89,7 +89,8 @@ def checkpoint_folder(save_dir: Path, step: int) -> Path:
 
 def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     """Map the step of each complete checkpoint in `save_dir` to its folder, in ascending order."""
-    steps = sorted(int(path.name[5:]) for path in save_dir.glob("step_" + 8 * "[0-9]"))
+    names = [path.name[5:] for path in save_dir.glob(f"step_{8 * '[0-9]'}*")]
+    steps = sorted(int(name) for name in names if name.isdecimal())
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
@@ -200,7 +201,7 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
     names = ("metrics.jsonl", "config.json", "schedule.csv", COMPLETIONS)
     metrics, config_file, schedule_file, _ = files = [save_dir / name for name in names]
     by_step = [
-        (path, re.fullmatch(r"(?:trace_)?step_([0-9]{8})(?:\.jsonl)?", path.name)) for path in save_dir.glob("*step_*")
+        (path, re.fullmatch(r"(?:trace_)?step_([0-9]{8,})(?:\.jsonl)?", path.name)) for path in save_dir.glob("*step_*")
     ]
     old = [path for path, match in by_step if match and int(match[1]) > last]
     if resumed_step is None:

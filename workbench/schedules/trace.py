@@ -62,8 +62,9 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
 
 
 def _read(run_dir: str | Path, step: int | None = None) -> tuple[int, Path, bytes]:
-    traces = Path(run_dir).glob(f"trace_step_{8 * '[0-9]'}.jsonl")
-    steps = sorted(int(path.stem.removeprefix("trace_step_")) for path in traces)
+    traces = Path(run_dir).glob(f"trace_step_{8 * '[0-9]'}*.jsonl")
+    names = [path.stem.removeprefix("trace_step_") for path in traces]
+    steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
         raise UserError(
             f"{str(run_dir)!r} has no traces, files like trace_step_00000005.jsonl; record a step with logging.trace_steps"

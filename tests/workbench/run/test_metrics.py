@@ -22,7 +22,7 @@ from tests.support.samples import read_jsonl
 from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, evaluation_record, peak_flops
-from workbench.run.run_folder import begin_run, claim_save_dir, write_record
+from workbench.run.run_folder import begin_run, checkpoint_folders, claim_save_dir, write_record
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
@@ -108,13 +108,14 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     config, file = make_config(checkpoint__save_dir=str(tmp_path)), tmp_path / "metrics.jsonl"
     lines = [f'{{"step": {step}, "{key}": 1.0}}\n' for step, key in ((1, "loss"), (2, "accuracy"), (3, "loss"))]
     file.write_text("".join(lines) + '{"step": 4, "lo')  # an incomplete line, as a killed run may leave
-    for step in (1, 2, 3):
+    for step in (1, 2, 10**8):
         (tmp_path / f"step_{step:08d}").mkdir()
+    assert [*checkpoint_folders(tmp_path)] == [1, 2, 10**8]
     assert len(begin_run(config, 2, "a schedule")) == 3
     assert file.read_text() == "".join(lines[:2])
     # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
-    assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_00000003"]
+    assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_100000000"]
     # Records of later steps are kept even if no checkpoint of them is.
     (tmp_path / "step_00000002").rmdir()
     begin_run(config, 1)

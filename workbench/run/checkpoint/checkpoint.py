@@ -112,7 +112,7 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
         raise UserError(f"{folder} cannot be read: {error.strerror}; use another checkpoint") from None
     if not exists:
         if checkpoints := checkpoint_folders(folder):
-            newest = max(checkpoints.values())
+            newest = checkpoints[max(checkpoints)]
             raise UserError(f"{folder} is a run folder; use one of its checkpoints, of which {newest} is the newest")
         if (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder} is a run folder without checkpoints; use a checkpoint or a model folder")
