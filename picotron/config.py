@@ -159,7 +159,7 @@ class Training(Section):
     """micro-batches per optimizer step"""
     num_samples: Positive | None = None
     """use only the first N documents of the data set; null: all"""
-    max_tokens: Positive | None = None
+    max_tokens: Annotated[int, Field(gt=0, le=2**53)] | None = None
     """end the run after N tokens (seq_length for a sequence), if that comes before total_train_steps; null: no limit"""
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape of the learning rate's decay after the warm-up; wsd: constant, then linear in the last decay_steps"""

@@ -87,7 +87,7 @@ def test_each_round_reports_all_its_mistakes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_config_survives_a_round_trip_through_json() -> None:
-    config = make_config(training__learning_rate=0.1 + 0.2)
+    config = make_config(training__learning_rate=0.1 + 0.2, training__max_tokens=15 * 10**12)
     assert parse_config(json.loads(config.model_dump_json())) == config
 
 
