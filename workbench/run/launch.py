@@ -30,7 +30,7 @@ from picotron.console import UserError
 from workbench.console import LinePrinter, first_line, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.free_models import free_models
-from workbench.run.stop_signals import StopSignals
+from workbench.run.stop_signals import LAUNCHERS, StopSignals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -87,7 +87,7 @@ def is_launched() -> bool:
 
 def end_with_launcher() -> None:
     """Let a thread send SIGTERM to this rank when the process that has started it, or called `run_ranks`, has ended."""
-    parent, caller = os.getppid(), multiprocessing.parent_process()
+    parent, caller = LAUNCHERS.get(os.getpid(), os.getppid()), multiprocessing.parent_process()
     sentinels = [caller.sentinel] if caller else []
 
     def watch() -> None:

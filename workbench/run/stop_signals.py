@@ -1,7 +1,11 @@
 """Signals that stop a run, or a sweep on this machine. No torch here."""
 
+import os
 import signal
 from typing import Any
+
+# By process: what has started it. This comes before the imports that take long, during which a launcher may be killed.
+LAUNCHERS = {os.getpid(): os.getppid()}
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 

@@ -54,6 +54,16 @@ if __name__ == "__main__":
     time.sleep(1000)  # as a notebook does
 """
 
+IMPORTS_LONG = """
+import workbench.run.begin, os, time
+parent = os.getppid()
+print(flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+from workbench.run.launch import exit_on_error
+exit_on_error(lambda: time.sleep(1000))
+"""
+
 AS_IN_A_NOTEBOOK = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
@@ -118,6 +128,17 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
         assert time.monotonic() < end, found
     os.kill(sessions[-1], signal.SIGKILL)
     assert notebook.stdout.read() == b""  # nobody holds the pipe any more
+
+
+@pytest.mark.cold
+@pytest.mark.processes
+def test_a_rank_whose_torchrun_is_killed_while_it_imports_ends() -> None:
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    words = ["sh", "-c", '"$@" & wait', "sh", sys.executable, "-c", IMPORTS_LONG]
+    torchrun = subprocess.Popen(words, env=variables | {"TORCHELASTIC_RUN_ID": "1"}, stdout=subprocess.PIPE)
+    torchrun.stdout.readline()
+    torchrun.kill()
+    torchrun.communicate(timeout=120)  # until the rank has closed the pipe
 
 
 @pytest.mark.cold
