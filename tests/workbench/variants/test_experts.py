@@ -97,4 +97,5 @@ def test_transformers_loads_a_checkpoint(run: Run, tmp_path: Path, family: str) 
     assert json.loads((folder / "config.json").read_text()).keys() >= {"num_experts", "num_local_experts"}
     weights = model.state_dict()
     for name, weight in oracle_model(config, found["weights"]).state_dict().items():
-        assert torch.equal(weights[name], weight.to(weights[name].dtype)), name
+        expected = weight.to(weights[name].dtype) if "gate." in name else weight  # since 5.24, float32 for some routers
+        assert torch.equal(weights[name], expected), name
