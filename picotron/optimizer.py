@@ -212,7 +212,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     for each in parameters:
         if each.requires_grad and not placement(each).is_replica:
             gradient = main_grad(each)
-            # A CPU adds the squares of a tensor one by one, in float32: of a large one, it would lose some percent.
+            # On a CPU, torch adds the squares of a float32 tensor one by one, which loses percents of a large one.
             parts[copies(each)] += gradient.flatten().split(NORM_PART) if gradient.is_cpu else [gradient]
     square = torch.zeros((), dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     for number, tensors in parts.items():

@@ -19,7 +19,7 @@ def difference(result: Any, expected: Any, name: str | tuple[str, ...] = "result
     Args:
         expected: a tensor, a tuple of expected values, or a value to be equal to.
         name: what the value is; for a tuple, a name of each of its values.
-        tolerance: for tensors, relative to the largest expected number.
+        tolerance: for tensors, relative to the largest expected number, or to 1e-3 if that is less.
     """
     if isinstance(name, tuple):
         if not isinstance(result, tuple | list) or len(result) != len(expected):
