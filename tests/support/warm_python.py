@@ -154,11 +154,13 @@ def run(words: list[str]) -> None:
 
     def spawnv_passfds(path: Any, arguments: Any, descriptors: Any) -> int:
         """Start a process of multiprocessing; its fork server begins as a fork, too, unless it would lack threads."""
-        if "multiprocessing.forkserver" not in arguments[-1] or len(os.listdir("/proc/self/task")) > 1:
+        command, *words = arguments[arguments.index("-c") + 1 :]
+        if "multiprocessing.forkserver" not in command or len(os.listdir("/proc/self/task")) > 1:
             return started_by_exec(path, arguments, descriptors)
         process = os.fork()
         if process == 0:
-            begin_fork_server(arguments[-1], {0, 1, 2, *descriptors})
+            sys.argv = ["-c", *words]
+            begin_fork_server(command, {0, 1, 2, *descriptors})
         return process
 
     util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from workbench.run.fork_server import start_fork_server
 
-if (program := Path(sys.argv[0])).name in ("train.py", "generate.py"):  # and not a program that imports one of them
+# Not in a program that imports one of them, such as the fork server, whose arguments are those of this one since 3.14.
+program = Path(getattr(sys.modules["__main__"], "__file__", ""))
+if program.name in ("train.py", "generate.py"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" not in os.environ:
         with contextlib.suppress(OSError):  # `run_ranks` tries again, and has a sentence

@@ -64,6 +64,14 @@ from workbench.run.launch import exit_on_error
 exit_on_error(lambda: time.sleep(1000))
 """
 
+OF_ANOTHER = """
+import sys
+sys.argv = ["train.py"]  # in the fork server, which imports train, too
+import workbench.run.begin
+from multiprocessing import forkserver
+print(forkserver._forkserver._forkserver_pid)
+"""
+
 AS_IN_A_NOTEBOOK = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
@@ -152,6 +160,11 @@ def test_ranks_of_a_notebook_start_clean_and_end_as_programs(tmp_path: Path) -> 
     cells = [f"4.32e+08 torch.float64 {i} {i}; 4.32e+08 torch.float64 {i} {i}; late; late" for i in (1, 2)]
     assert done.stdout.splitlines() == [*cells, "in a thread", "in a thread"]
     assert (done.returncode, set(done.stderr.splitlines())) == (1, {"the reason"})
+
+
+@pytest.mark.processes
+def test_a_program_with_the_arguments_of_another_starts_no_fork_server() -> None:
+    assert run("-c", OF_ANOTHER).stdout == "None\n"
 
 
 @pytest.mark.processes
