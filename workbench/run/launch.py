@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its functions would keep the default group alive, see `forget_groups`
 from torch.distributed.rendezvous import rendezvous
+from tqdm import tqdm
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
@@ -312,6 +313,7 @@ def exit_on_error(main: Callable[[], None]) -> None:
     # Triton 3.9, which comes with torch 2.15, prints its objects that are still there at the end.
     if "triton" not in sys.modules or torch.__version__ < "2.15":
         gc.freeze()  # what has been imported need not be looked at again, and the program ends faster
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore, which Python 3.14 reports if a rank is killed
     rank = os.environ.get("RANK", "0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `begin`
         signal.signal(signal.SIGINT, signal.default_int_handler)
