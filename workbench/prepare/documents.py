@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import sysconfig
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -181,14 +182,22 @@ def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
         UserError: the folder has several subsets, and this is none of them.
     """
     from datasets import load_dataset_builder
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each README.md without metadata
+    path = os.path.abspath(folder)
     try:
-        found = load_dataset_builder(os.path.abspath(folder), subset).config.data_files or {}
-    except ValueError as error:
-        raise UserError(f"{folder}: {' '.join(str(error).split())}; set dataset.subset_name") from None
-    except Exception:  # no type of file that it knows, or a script; find_files has a sentence
-        return {}
+        with tempfile.TemporaryDirectory() as cache:  # HF_HOME may be read-only
+            found = load_dataset_builder(path, subset, cache_dir=cache).config.data_files or {}
+    except (EmptyDatasetError, DataFilesNotFoundError, RuntimeError):
+        if "[" not in path and "::" not in path:
+            return {}  # no type of file that it knows, or a script; find_files has a sentence
+        raise UserError(
+            f"{folder}: `datasets` takes [ and :: in a path for patterns; rename the folder, or name its files"
+        ) from None
+    except Exception as error:  # of many types
+        raise UserError(f"{folder}: {' '.join(str(error).split())}; set dataset.subset_name, or name files") from None
     splits = {str(split): {Path(file).resolve() for file in files} for split, files in found.items()}
     types = {_type(file) for files in splits.values() for file in files}
     return splits if len(splits) > 1 or types <= READERS.keys() else {}  # not if all are such as .md

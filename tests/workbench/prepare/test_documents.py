@@ -185,6 +185,22 @@ def test_a_folder_has_the_splits_of_load_dataset(tmp_path: Path, seed: int) -> N
             assert sorted(texts(documents_of(folder, split=split))) == sorted(expected[split]["text"])
 
 
+def test_a_test_split_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are left out, or the folder is an error, whatever keeps `datasets` from finding the splits."""
+    for name in ("set", "set [2]"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "train.txt test.txt")
+    (tmp_path / "set/README.md").write_text("# no metadata")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file/cache")  # cannot be written
+    assert list(texts(documents_of(tmp_path / "set"))) == ["train.txt"]
+    with pytest.raises(UserError, match="rename the folder"):
+        documents_of(tmp_path / "set [2]")
+    (tmp_path / "set/README.md").write_text("---\nconfigs: [{\n---\n")
+    with pytest.raises(UserError, match=r"parsing a flow node.*; set dataset.subset_name, or name files"):
+        documents_of(tmp_path / "set")
+
+
 def test_files_are_not_both_trained_on_and_evaluated(tmp_path: Path) -> None:
     write(tmp_path, "a.txt b.txt")
     with pytest.raises(UserError, match="name different files for training and evaluation"):
