@@ -232,7 +232,8 @@ class Checker:
         assert pipes.stdin is not None
         assert pipes.stdout is not None
         print(json.dumps([str(adapter or self.path), str(case.folder), self.timeout]), file=pipes.stdin, flush=True)
-        assert pipes.stdout.readline() == "done\n"
+        reply = pipes.stdout.readline()  # waits
+        assert reply == "done\n"
 
     def judge(self, case: Case, row: Row, cases: Sequence[Case]) -> None:
         """Read the outcomes of the ranks of one of a row's cases, and compare them with the reference."""
