@@ -12,7 +12,8 @@ from pathlib import Path
 
 from workbench.run.fork_server import start_fork_server
 
-# Not in a program that imports one of them, such as the fork server, whose arguments are those of this one since 3.14.
+# Not in a process that imports one of them, such as the fork server, which has their arguments, too, since Python 3.14,
+# or a rank, if the server could not import its program.
 program = Path(getattr(sys.modules["__main__"], "__file__", ""))
 if program.name in ("train.py", "generate.py"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
