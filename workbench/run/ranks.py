@@ -83,8 +83,8 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
         status = _wait(ranks, stops)
     except (OSError, EOFError, dist.DistError) as error:
         raise UserError(
-            f"{count} ranks cannot be started: {first_line(error)}; see the limits of `ulimit -a`, and whether there is a "
-            f"loopback interface"
+            f"{count} ranks cannot be started: {first_line(error)}; see the limits of `ulimit -a`, whether there is a "
+            f"loopback interface, and whether TMPDIR has at most 70 characters, because the path of a socket is short"
         ) from error
     finally:
         sys.modules["__main__"] = program
