@@ -12,7 +12,6 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import transformers
 
 from conformance.worker_pool import WorkerPool
 from workbench.explain.measure import device_name
+from workbench.run.metrics import memory_gb
 
 LIMIT = 7200.0  # seconds for a comparison
 
@@ -65,9 +65,7 @@ class Measurement(NamedTuple):
 
 
 def peak_memory_mib() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return memory_gb(torch.device("cuda" if torch.cuda.is_available() else "cpu")) * 1e9 / 2**20
 
 
 def new_pool() -> WorkerPool:
