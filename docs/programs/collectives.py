@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -150,6 +151,8 @@ def main() -> None:
     chosen = parser.parse_args().name
     if "RANK" not in os.environ:
         parser.error(f"start this with: torchrun --nproc_per_node 4 -m docs.programs.collectives {chosen or ''}")
+    if not (chosen or Path("/proc/self/fd").exists()):
+        parser.error(f"only Linux counts the bytes of a connection; name one of {', '.join(COLLECTIVES)}")
     dist.init_process_group("gloo")
     ranks, n = range(dist.get_world_size()), dist.get_world_size()
     if chosen:
