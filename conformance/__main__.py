@@ -46,8 +46,10 @@ def layout(text: str) -> str:
 
 
 def writable_file(text: str) -> Path:
-    if not (path := Path(text)).resolve().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+    try:
+        (path := Path(text)).open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return path
 
 

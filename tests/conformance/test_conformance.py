@@ -396,6 +396,13 @@ def test_a_run_that_checks_nothing_is_no_success(tmp_path: Path) -> None:
     assert status_of(adapter) == 1
 
 
+@pytest.mark.linux
+def test_a_report_that_cannot_be_written_is_a_sentence_before_the_rows(tmp_path: Path) -> None:
+    for path in ("/proc/a.json", tmp_path, tmp_path / "no/a.json"):
+        with pytest.raises(SystemExit, match="2"):
+            status_of(DDP, "--only", "step", "--layouts", "dp1", "--json", path)
+
+
 @pytest.mark.processes
 def test_reports_of_known_and_unknown_differences(tmp_path: Path) -> None:
     """A known difference does not fail. The first unknown one is traced. Both reports name each row once."""
