@@ -24,26 +24,27 @@ OPTIONS = """
 --distributed.dp_size 1 --distributed.sequence_parallel true --training.total_train_steps 3 --training.seq_length 64
 --training.warmup_steps 1 --training.eval_frequency 0 --training.num_samples 20 --checkpoint.save_frequency null
 """
-LAYOUT_TOKENS = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NOT_CODE = "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Return the lines of docstrings, also those of attributes."""
-    bodies = (getattr(node, "body", []) for node in ast.walk(tree))
-    strings = (each for body in bodies if isinstance(body, list) for each in body if isinstance(each, ast.Expr))
-    found = (each for each in strings if isinstance(getattr(each.value, "value", None), str))
+    statements = (each for each in ast.walk(tree) if isinstance(each, ast.Expr))
+    found = (each for each in statements if isinstance(getattr(each.value, "value", None), str))
     return {line for each in found for line in range(each.lineno, (each.end_lineno or 0) + 1)}
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
-    """Return the tokens of a program without comments, docstrings and layout."""
-    documentation = docstring_lines(ast.parse(source))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [
-        each
-        for each in tokens
-        if each.type not in (tokenize.COMMENT, *LAYOUT_TOKENS) and each.start[0] not in documentation
-    ]
+    """Return the tokens of a program without comments, docstrings and layout. An f-string counts once, although Python
+    3.12 and later split it.
+    """
+    documentation, tokens, depth = docstring_lines(ast.parse(source)), [], 0
+    for each in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[each.type]
+        if not depth and kind not in NOT_CODE and each.start[0] not in documentation:
+            tokens.append(each)
+        depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")
+    return tokens
 
 
 def code_lines(source: str) -> set[int]:
