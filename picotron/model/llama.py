@@ -153,9 +153,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k = self.q_norm(q), self.k_norm(k)
         # H and K depend on the weights: a tp rank has H/tp query heads and max(1, K/tp) key/value heads.
-        q, k, v = (
+        q, k, v = [
             each.view(len(x), -1, each.size(-1) // self.head_dim, self.head_dim) for each in (q, k, v)
-        )  # (B, T, H, d)
+        ]  # (B, T, H, d)
         if self.rotates:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.query_scale != 1:
