@@ -152,6 +152,11 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write a metrics.jsonl."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
 def read_records(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Read the records of a metrics.jsonl.
 
@@ -192,7 +197,8 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
 
     Returns:
         All records of this run, if it resumes. metrics.jsonl keeps the records up to `resumed_step`. The later ones are
-        in an archived copy, which an earlier resume from the same step may have made.
+        in an archived metrics.jsonl, with that of `resumed_step` as its first line. For wandb, those that an earlier
+        resume from the same step has archived are records of this run, too.
 
     Raises:
         UserError: the folder cannot be written.
@@ -213,18 +219,22 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             archive = new_archive_folder(save_dir)
             for path in old:
                 path.rename(archive / path.name)
-            if metrics.exists():
+            if problem:
                 shutil.copy(metrics, archive)
+            elif metrics.exists():
+                later = [record for record in all_records if record["step"] > last]
+                write_records(archive / metrics.name, records[-1:] + later)
             archived = ", ".join(sorted(path.name for path in archive.iterdir()))
             logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, archived)
         if problem:
             logger.warning("%s: %s; damaged lines are left out, and kept in %s", save_dir, problem, archive)
         if metrics.exists():
-            write_atomically(metrics, "".join(json.dumps(record) + "\n" for record in records))
+            write_records(metrics, records)
         write_atomically(config_file, config.model_dump_json(indent=2) + "\n")
         schedule_file.unlink(missing_ok=True)
         if searched is not None:
             write_atomically(schedule_file, searched)
-    archived_records = (read_records(path)[0] for path in save_dir.glob("earlier.*/metrics.jsonl"))
-    same = (each for each in archived_records if records and each[: len(records)] == records)
+    archives = save_dir.glob("earlier.*/metrics.jsonl") if records and config.logging.use_wandb else ()
+    archived_records = (read_records(path)[0] for path in archives)
+    same = (records[:-1] + each[each.index(records[-1]) :] for each in archived_records if records[-1] in each)
     return max([all_records, *same], key=len)

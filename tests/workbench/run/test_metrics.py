@@ -22,7 +22,13 @@ from tests.support.samples import read_jsonl
 from tests.support.training import CPU
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.metrics import Metrics, Progress, evaluation_record, peak_flops
-from workbench.run.run_folder import begin_run, checkpoint_folders, claim_save_dir, write_record
+from workbench.run.run_folder import (
+    begin_run,
+    checkpoint_folders,
+    claim_save_dir,
+    read_records,
+    write_record,
+)
 
 FIELDS = [
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second",
@@ -113,6 +119,8 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     assert [*checkpoint_folders(tmp_path)] == [1, 2, 10**8]
     assert len(begin_run(config, 2, "a schedule")) == 3
     assert file.read_text() == "".join(lines[:2])
+    # What a resume archives does not grow with the number of steps before it.
+    assert (tmp_path / "earlier.1" / "metrics.jsonl").read_text() == "".join(lines[1:])
     # Checkpoints after the resumed step are moved aside with their records.
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert sorted(path.name for path in (tmp_path / "earlier.1").iterdir()) == ["metrics.jsonl", "step_100000000"]
@@ -121,8 +129,10 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
     begin_run(config, 1)
     assert (tmp_path / "earlier.2" / "metrics.jsonl").read_text() == "".join(lines[:2])
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.json", "metrics.jsonl"}
-    begin_run(config, 1)
+    with mock.patch("workbench.run.run_folder.read_records", wraps=read_records) as read:
+        begin_run(config, 1)
     assert not (tmp_path / "earlier.3").exists()
+    assert read.call_count == 1  # the archives are for wandb
 
 
 def test_a_record_without_a_step_is_not_written(tmp_path: Path) -> None:
