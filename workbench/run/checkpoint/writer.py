@@ -242,7 +242,7 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         """Delete all checkpoints but the last ones that the config keeps, and the best one."""
         config, found = self.config.checkpoint, checkpoint_folders(self.save_dir)
-        records, _ = read_records(self.save_dir / "metrics.jsonl") if config.keep_best else ([], "")
+        records, _ = read_records(self.save_dir / "metrics.jsonl", "eval_loss") if config.keep_best else ([], "")
         losses = {each["step"]: each["eval_loss"] for each in records if each["step"] in found and "eval_loss" in each}
         best = min(losses, key=lambda step: losses[step], default=None)
         for step in [*found][: -config.keep_last] if config.keep_last else []:
