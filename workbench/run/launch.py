@@ -310,8 +310,9 @@ def exit_on_error(main: Callable[[], None]) -> None:
     An error is printed as a sentence, if it has one (see `sentence_of`), else as a traceback. A rank that waited for
     others in vain prints the line at which it waited.
     """
-    # Triton 3.9, which comes with torch 2.15, prints its objects that are still there at the end.
-    if "triton" not in sys.modules or torch.__version__ < "2.15":
+    # Triton 3.9, which comes with torch 2.15, prints its objects that are still there at the end. Another call, such as
+    # of a notebook's cell, would keep the model of an earlier one, whose memory is not freed yet.
+    if not gc.get_freeze_count() and ("triton" not in sys.modules or torch.__version__ < "2.15"):
         gc.freeze()  # what has been imported need not be looked at again, and the program ends faster
     tqdm.set_lock(threading.RLock())  # its own has a semaphore, which Python 3.14 reports if a rank is killed
     rank = os.environ.get("RANK", "0")

@@ -39,6 +39,7 @@ from workbench.own_loops.trainer import (
     set_up,
     used_keys,
 )
+from workbench.run.launch import exit_on_error
 from workbench.run.ranks import run_ranks
 from workbench.run.stop_signals import STOP_SIGNALS, StopSignals
 from workbench.variants.experts import Experts
@@ -141,6 +142,7 @@ def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -
         trainer.stop = signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is handler
     del trainer
+    exit_on_error(lambda: None)  # as in the cell of another run
     gc.collect()
     assert [model() for model in models] == [None, None]
 
