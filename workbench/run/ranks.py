@@ -26,7 +26,8 @@ import torch.distributed as dist
 from picotron.console import UserError
 from workbench.console import first_line, print_line
 from workbench.run.fork_server import start_fork_server
-from workbench.run.launch import exit_on_error, is_launched, logger, set_log_level, set_up_logging
+from workbench.run.launch import exit_on_error, forget_groups, is_launched, logger, set_log_level, set_up_logging
+from workbench.run.run_folder import CLAIM
 from workbench.run.stop_signals import STOP_SIGNALS
 
 GRACE_SECONDS = 30.0  # for the other ranks, after one has ended with a stop signal; torchrun waits as long
@@ -54,7 +55,11 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
         UserError: the ranks cannot be started.
     """
     if is_launched() or count == 1:
-        return function()
+        try:
+            return function()
+        finally:  # the program may go on, and have further runs
+            forget_groups()
+            CLAIM.close()
     ranks: list[Any] = []
     handlers: dict[int, Any] = {}
     stops: list[int] = []

@@ -34,13 +34,15 @@ from tests.support.oracle import (
 from workbench.own_loops.batches import cross_entropy
 from workbench.own_loops.trainer import (
     Data,
+    Trainer,
     fingerprint,
     gradient_norms,
     set_up,
     used_keys,
 )
-from workbench.run.launch import exit_on_error
+from workbench.run.launch import connect, exit_on_error
 from workbench.run.ranks import run_ranks
+from workbench.run.run_folder import claim_save_dir
 from workbench.run.stop_signals import STOP_SIGNALS, StopSignals
 from workbench.variants.experts import Experts
 
@@ -144,6 +146,22 @@ def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -
     del trainer
     exit_on_error(lambda: None)  # as in the cell of another run
     gc.collect()
+    assert [model() for model in models] == [None, None]
+
+
+def test_runs_of_one_process_leave_no_model_and_no_lock(tmp_path: Path) -> None:
+    """One process calls the function `train` of train.py again and again."""
+    config, models = config_of(tmp_path), []
+
+    def train() -> None:
+        claim_save_dir(config)
+        trainer = Trainer(config, connect(config), Data("", None, random_rows(config)))
+        trainer.train(trainer.next_batches())
+        models.append(weakref.ref(trainer.model))
+        dist.destroy_process_group()
+
+    for _ in range(2):
+        run_ranks(1, train)
     assert [model() for model in models] == [None, None]
 
 
