@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("picotron")
 
+PRINTER = LinePrinter()  # one for all calls of `set_up_logging`, as of cells of a notebook
 NUMBERS = "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # variables that torchrun sets
 TIMEOUT = datetime.timedelta(minutes=30)  # for a rank that waits for others; gloo's own
 RUNS = itertools.count()  # of this process, one after the other
@@ -51,7 +52,7 @@ def set_up_logging() -> None:
     faulthandler.enable(file=2)  # sys.stderr may be an object without a file
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR2, file=2)
-    logger.addHandler(LinePrinter())
+    logger.addHandler(PRINTER)
     set_log_level()
 
 
