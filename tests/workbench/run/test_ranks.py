@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -182,25 +181,6 @@ def test_a_run_ends_well_without_a_log(tmp_path: Path) -> None:
     run("-c", closed, *arguments(tmp_path / "run", 2, 1))
     assert len(metrics(tmp_path / "run")) == 4
     assert (tmp_path / "run" / "step_00000004").is_dir()
-
-
-@pytest.mark.cold
-@pytest.mark.processes
-def test_a_path_that_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
-    (folder := tmp_path / ("x" * 100)).mkdir()
-    result = run("train.py", *arguments(tmp_path / "run", 2, 1), code=1, TMPDIR=str(folder))
-    assert "whether TMPDIR has at most 70 characters" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_ranks_import_what_the_fork_server_cannot(tmp_path: Path) -> None:
-    """PYTHONPATH, by which it gets this program's folders, cannot name one with a colon."""
-    for name in ("picotron", "workbench"):
-        shutil.copytree(name, tmp_path / "12:30" / name)
-    program = shutil.copy("train.py", tmp_path / "12:30")
-    run(program, *arguments(tmp_path / "run", 2, 1), PYTHONPATH="")
-    assert len(metrics(tmp_path / "run")) == 4
 
 
 @pytest.mark.parametrize(
