@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -358,7 +357,8 @@ class ChatTemplate:
         if after.startswith(before):
             return len(before)
         plain = self.render(messages, tools)
-        common = len(os.path.commonprefix([before, after]))  # noqa: RUF071 -- of characters
+        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+        common = sum(1 for _ in equal)
         return common if after.startswith(plain) and common > len(plain) else None
 
     def render(self, messages: list[Message], tools: Any, **options: Any) -> str:
