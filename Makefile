@@ -1,4 +1,4 @@
-# Each target works on a fresh machine with git and Python 3.11 or newer, or uv: the first one creates .venv. (Only gpu
+# Each target works on a fresh machine with git and Python 3.11 to 3.14, or uv: the first one creates .venv. (Only gpu
 # does not: if there is no .venv, it takes the Python, and so the torch, that a machine with GPUs comes with.)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -19,11 +19,13 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 UV := $(shell command -v uv)
+PYTHONS := >=3.11,<3.15
 $(BIN)/python:
 ifdef UV
-	uv venv --quiet --seed $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON)) .venv
+	uv venv --quiet --seed --python "$(if $(filter file,$(origin PYTHON)),$(PYTHONS),$(PYTHON))" .venv
 else
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; try make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
+		echo "requirements.txt needs Python 3.11 to 3.14, which $(PYTHON) is not; try make PYTHON=python3.14"; exit 1; }
 	$(PYTHON) -m venv .venv || { echo "cannot create .venv; on Debian: apt install python3-venv"; exit 1; }
 endif
 
