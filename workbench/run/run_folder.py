@@ -202,9 +202,8 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             again with pp_engine "csv:FILE".
 
     Returns:
-        All records of this run, if it resumes. metrics.jsonl keeps the records up to `resumed_step`. The later ones are
-        in an archived metrics.jsonl, with that of `resumed_step` as its first line. For wandb, those that an earlier
-        resume from the same step has archived are records of this run, too.
+        All records of this run, if it resumes. metrics.jsonl keeps those up to `resumed_step`, and an archived one has
+        those from `resumed_step` on. For wandb, the result includes records that an earlier resume has archived.
 
     Raises:
         UserError: the folder cannot be written.
@@ -228,8 +227,7 @@ def begin_run(config: Config, resumed_step: int | None, searched: str | None = N
             if problem:
                 shutil.copy(metrics, archive)
             elif metrics.exists():
-                later = [record for record in all_records if record["step"] > last]
-                write_records(archive / metrics.name, records[-1:] + later)
+                write_records(archive / metrics.name, [each for each in all_records if each["step"] >= last])
             archived = ", ".join(sorted(path.name for path in archive.iterdir()))
             logger.info("files of an earlier run in %s are now in %s: %s", save_dir, archive, archived)
         if problem:
