@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from workbench.run.run_folder import (
     claim_save_dir,
     read_records,
     write_record,
-    write_records,
 )
 
 FIELDS = [
@@ -138,13 +136,9 @@ def test_resumed_run_keeps_its_records_up_to_the_checkpoint(tmp_path: Path) -> N
 
 
 def test_records_without_a_field_are_not_parsed(tmp_path: Path) -> None:
-    """A checkpoint with `keep_best` reads the evaluations of a long run, which need less memory than its file."""
-    records = [{"step": step, "loss": 1.0} | ({"eval_loss": 2.0} if step % 1000 == 0 else {}) for step in range(20_000)]
-    write_records(file := tmp_path / "metrics.jsonl", records)
-    tracemalloc.start()
-    assert read_records(file, "eval_loss") == (records[::1000], "")
-    assert tracemalloc.get_traced_memory()[1] < file.stat().st_size / 4
-    tracemalloc.stop()
+    """A checkpoint with `keep_best` reads the evaluations of a long run only."""
+    (file := tmp_path / "metrics.jsonl").write_text('{"step": 1}\n"loss"\n{"step": 3, "eval_loss": 2.0}\n')
+    assert read_records(file, "eval_loss") == ([{"step": 3, "eval_loss": 2.0}], "")  # line 2 would be a problem
 
 
 def test_a_record_without_a_step_is_not_written(tmp_path: Path) -> None:
