@@ -48,6 +48,7 @@ from workbench.run.launch import (
     connect,
     exit_after_signal,
     exit_on_error,
+    forget_groups,
     is_launched,
     set_up_logging,
 )
@@ -149,6 +150,7 @@ def set_up(
         raise UserError(
             "this process is in a run already: end its `with set_up` first; after an error on several ranks, start a new process"
         )
+    forget_groups()  # of earlier runs, whose models the garbage collector may not have freed yet
     model_config, plan = check_run(config)
     if data is None:
         check_used(config, DATA_SET_KEYS)
