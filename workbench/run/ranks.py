@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
@@ -119,8 +118,8 @@ def _payload(function: Callable[[], None], program: ModuleType) -> bytes:
 
 
 def _has_guard(program: ModuleType) -> bool:
-    path = Path(getattr(program, "__file__", ""))
-    return path.is_file() and re.search("^if __name__", path.read_text(errors="replace"), re.MULTILINE) is not None
+    path = Path(getattr(program, "__file__", ""))  # since Python 3.13, a prompt has one, too
+    return not hasattr(sys, "ps1") and path.is_file() and "\nif __name__" in path.read_text(errors="replace")
 
 
 def _run_rank(environment: dict[str, str], log: bool, payload: bytes) -> None:

@@ -102,6 +102,8 @@ def work():
 
 for cell in (1, 2):
     os.environ["CELL"] = str(cell)
+    if cell == 2:
+        sys.ps1, __file__ = ">>> ", "train.py"  # at the prompt, Python 3.13 runs a file with a guard
     run_ranks(2, work)
     print(*[open(f"{sys.argv[1]}/{name}").read() for name in ("file0", "file1", "late0", "late1")], sep="; ")
 thread = threading.Thread(target=run_ranks, args=(2, lambda: sys.stdout.write("in a thread\\n")))  # in one piece
