@@ -179,7 +179,7 @@ def splits_of(folder: str, subset: str | None) -> dict[str, set[Path]]:
     {} if that reads no file there.
 
     Raises:
-        UserError: the folder has several subsets, and this is none of them.
+        UserError: the folder has several subsets, and this is none of them; or `datasets` cannot read the folder.
     """
     from datasets import load_dataset_builder
     from datasets.data_files import EmptyDatasetError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from workbench.run.fork_server import start_fork_server
 
-# Not in a process that imports one of them, such as the fork server, which has their arguments, too, since Python 3.14,
-# or a rank, if the server could not import its program.
+# Only the program itself, not a process that imports it: the fork server, which has the program's arguments since Python
+# 3.14, or a rank, if the fork server could not import the program.
 program = Path(getattr(sys.modules["__main__"], "__file__", ""))
 if program.name in ("train.py", "generate.py"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

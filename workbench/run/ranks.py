@@ -88,7 +88,7 @@ def run_ranks(count: int, function: Callable[[], None]) -> None:
     except (OSError, EOFError, dist.DistError) as error:
         raise UserError(
             f"{count} ranks cannot be started: {first_line(error)}; see the limits of `ulimit -a`, whether there is a "
-            f"loopback interface, and whether TMPDIR has at most 70 characters, because the path of a socket is short"
+            f"loopback interface, and whether TMPDIR has at most 70 characters, because sockets there cannot have long paths"
         ) from error
     finally:
         sys.modules["__main__"] = program
