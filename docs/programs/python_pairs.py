@@ -52,7 +52,7 @@ def all_pairs() -> list[dict[str, str]]:
 def main(path: str) -> None:
     pairs = all_pairs()
     write_atomically(Path(path), "".join(json.dumps(pair) + "\n" for pair in pairs))
-    print(f"{len(pairs):,} pairs in {path}; the first one:\n\n{pairs[0]['prompt']}{pairs[0]['completion']}")
+    print(f"{len(pairs):,} pairs in {path}")
 
 
 if __name__ == "__main__":
