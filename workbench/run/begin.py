@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workbench.run.fork_server import start_fork_server
 
-# Only the program itself, not a process that imports it: the fork server, which has the program's arguments since Python
+# Only the program itself, not a process that imports it: the fork server, which has the same arguments since Python
 # 3.14, or a rank, if the fork server could not import the program.
 program = Path(getattr(sys.modules["__main__"], "__file__", ""))
 if program.name in ("train.py", "generate.py"):
