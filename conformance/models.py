@@ -150,12 +150,14 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 def move_biases(model: nn.Module, rate: float) -> None:
-    """Move the biases of routers after a step, as Wang et al. 2024 (arXiv:2408.15664, algorithm 1) do."""
+    """Move the biases of routers after a step, as Wang et al. 2024 (arXiv:2408.15664, algorithm 1) do, but for frozen
+    routers.
+    """
     for name, bias in biases(model).items():
         router: Any = model.get_submodule(name.rpartition(".")[0])
         tokens = router.tokens.tolist()
         error = [sum(tokens) / len(tokens) - each for each in tokens]
-        bias += rate * torch.tensor(error, dtype=bias.dtype).sign()
+        bias += rate * router.weight.requires_grad * torch.tensor(error, dtype=bias.dtype).sign()
         router.tokens = 0
 
 
