@@ -19,7 +19,6 @@ from picotron.data.loader import MicroBatchDataLoader
 from picotron.model import cross_entropy
 from picotron.optimizer import clip_grad_norm, make_scheduler
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from tests.fuzz.cases import Case
 from tests.fuzz.files import config_of, own_batch, sequences_of
 from tests.fuzz.habits import Interrupted
@@ -27,7 +26,7 @@ from tests.fuzz.losses import LOSSES, failing
 from tests.fuzz.pipelines import train_stages
 from tests.fuzz.programs import run_program
 from tests.support.oracle import drawn_weights
-from tests.support.training import all_stages, pipeline_of
+from tests.support.training import CPU, all_stages, pipeline_of, set_up_grid
 from workbench.own_loops.batches import forward_batch, split_batch, train_batch
 from workbench.own_loops.sequences import pack_sequences
 from workbench.pipelines.engine import check_layout
@@ -43,8 +42,6 @@ from workbench.run.token_files import load_data
 from workbench.variants import choose, zero1
 from workbench.variants.choose import make_optimizer, split_train_eval
 from workbench.variants.float8 import CalledProjections
-
-CPU = torch.device("cpu")
 
 
 def run_part(case: Case, folder: Path, part: int) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     is_own = case["data"]["kind"] == "own"
     # A program with its own batches has a plan of the workbench in any case; train.py, only if it needs one.
     plan: Any = (check_layout if is_own or config.needs_workbench else layout_checks.check_layout)(config, model_config)
-    grid = setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    grid = set_up_grid(config)
     checkpoint = find_checkpoint(config, model_config)
     fingerprint, tokenizer, eval_loader = "", Path(config.model.name), None
     if not is_own:
@@ -107,7 +104,7 @@ def train(case: Case, config: Config) -> dict[str, Any]:
     if is_own:
         pipeline, (step, evaluate) = plan.wrap, plan.make_steps(config, model_config, CPU, torch.float64)
     else:
-        pipeline, step, evaluate = pipeline_of(config, model_config, CPU, torch.float64)
+        pipeline, step, evaluate = pipeline_of(config, model_config)
     with contextlib.ExitStack() as stack:
         for module, name in ((choose, "DataParallelBucket"), (zero1, "DataParallelZero1")):
             wrapper = functools.partial(getattr(module, name), bucket_mb=case.get("bucket_mb"))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -13,15 +12,10 @@ from transformers import LlamaConfig
 from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
-from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.messages import error_of, logged_warnings
-from tests.support.oracle import drawn_weights, make_config, tiny_llama
+from tests.support.oracle import make_config, tiny_llama
 from tests.support.samples import write_tokenizer
-from tests.support.training import CPU, all_stages, train_steps
-from workbench.pipelines.engine import plan_pipeline
-from workbench.run.checkpoint.checkpoint import find_checkpoint
-from workbench.variants.choose import build_model
+from tests.support.training import train_steps
 
 Run = Callable[..., dict[str, Any]]  # the fixture `run`
 BATCH = 8  # sequences in a global batch, in every layout
@@ -52,19 +46,9 @@ def model_of(tied: bool) -> LlamaConfig:
 
 
 def train(config: Config, model_config: LlamaConfig | None = None) -> dict[str, Any]:
-    """Train as train.py does, by default a model with untied embeddings. Returns the losses and gradient norms of all
-    steps, and the full weights at the end.
-    """
-    layout, model_config = config.distributed, model_config or model_of(False)
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
-    checkpoint = find_checkpoint(config, model_config)
-    weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, config.training.seed)
-    plan, dtype = plan_pipeline(config, model_config), getattr(torch, config.model.dtype)
-    model = build_model(config, model_config, plan.wrap, CPU, dtype, weights)
+    """Train with checkpoints, by default a model with untied embeddings, see `train_steps`."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(write_tokenizer(Path(folder)))
-        losses, norms = train_steps(model, config, model_config, checkpoint=checkpoint, tokenizer=tokenizer)
-    return {"losses": losses, "grad_norms": norms, "weights": all_stages(unwrap(model), "data")}
+        return train_steps(config, model_config or model_of(False), Path(write_tokenizer(Path(folder))))
 
 
 def run(pool: WorkerPool, config: Config, *model_config: LlamaConfig) -> dict[str, Any]:

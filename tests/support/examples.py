@@ -12,11 +12,10 @@ from transformers import LlamaForCausalLM, PreTrainedConfig
 from conformance.case import sizes_of
 from picotron.config import Training
 from picotron.parallelize import unwrap
-from picotron.process_group_manager import setup_process_group_manager
 from tests.support.oracle import our_model, tiny_llama, torch_adamw, with_exact_norms
 from tests.support.program import options
 from tests.support.samples import read_jsonl, write_tokenizer
-from tests.support.training import CPU, all_stages
+from tests.support.training import CPU, all_stages, set_up_grid
 from workbench.own_loops.trainer import Data, Trainer
 
 
@@ -67,8 +66,7 @@ def train_reference(
 
 def make_trainer(config: Any, data: Data, frozen: Callable[[str], bool] = lambda name: False) -> Trainer:
     """Return a Trainer in the process group of a pool."""
-    layout = config.distributed
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+    set_up_grid(config)
     Path(config.checkpoint.save_dir).mkdir(exist_ok=True)
     return Trainer(config, CPU, data, frozen)
 

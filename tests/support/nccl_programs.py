@@ -27,8 +27,7 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.model.placement import Index
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel
-from picotron.process_group_manager import setup_process_group_manager
-from tests.support.training import CPU, pipeline_of
+from tests.support.training import CPU, dtype_of, pipeline_of, set_up_grid
 from workbench.explain.explain import run_step
 from workbench.explain.fake_group import OPERATIONS, call_site
 from workbench.pipelines import recorder
@@ -133,13 +132,13 @@ class WithoutCuda(TorchFunctionMode):
 @contextlib.contextmanager
 def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
     """Play one rank of a layout, and record its program."""
-    layout, program = config.distributed, []
-    RecordingGroup.program = program
-    dist.init_process_group("recording", store=dist.HashStore(), rank=rank, world_size=layout.world_size)
+    world_size = config.distributed.world_size
+    RecordingGroup.program = program = []
+    dist.init_process_group("recording", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         # On NCCL, the grid communicates once in the groups that have messages.
         with mock.patch.object(dist, "get_backend", return_value="nccl"), WithoutCuda():
-            setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+            set_up_grid(config)
             reverse_group()
         with (
             mock.patch.object(dist, "batch_isend_irecv", record_batch),
@@ -155,18 +154,18 @@ def recorded_rank(rank: int, config: Config) -> Iterator[Program]:
         dist.destroy_process_group()
 
 
-def record_rank(rank: int, config: Config, model_config: LlamaConfig, device: torch.device = CPU) -> Program:
+def zeros(name: str, shape: torch.Size, index: Index) -> Tensor:
+    """Return weights, which have no values here."""
+    return torch.zeros(shape)[index]
+
+
+def record_rank(rank: int, config: Config, model_config: LlamaConfig) -> Program:
     """Record a training step, with clipping, optimizer and metrics, and the evaluation after it."""
-    dtype = getattr(torch, config.model.dtype)
-
-    def weights(name: str, shape: torch.Size, index: Index) -> Tensor:
-        return torch.zeros(shape, device=device)[index]
-
     with recorded_rank(rank, config) as program:
-        pipeline, train_step, evaluate = pipeline_of(config, model_config, device, dtype)
-        model = choose.build_model(config, model_config, pipeline, device, dtype, weights)
+        pipeline, train_step, evaluate = pipeline_of(config, model_config)
+        model = choose.build_model(config, model_config, pipeline, CPU, dtype_of(config), zeros)
         length = config.training.seq_length
-        loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, device)
+        loader = MicroBatchDataLoader(TextRows(np.zeros(length + 1, np.uint16), length), config, CPU)
         run_step(model, loader, config, train_step)
         global_mean(evaluate(model, loader))
     return program

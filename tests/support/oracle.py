@@ -90,7 +90,7 @@ def our_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed
         model = Llama(config, **arguments).to(dtype)
         if differences(config).experts:
             put_experts(model, Distributed())
-    materialise(model, torch.device("cpu"), drawn_weights(config, seed))
+    materialise(model, CPU, drawn_weights(config, seed))
     return model
 
 

@@ -18,61 +18,63 @@ from picotron.model.placement import main_grad, placement, replicas
 from picotron.optimizer import make_scheduler
 from picotron.parallelize import unwrap
 from picotron.pipeline_parallel.pipeline_parallel import PipelineParallel, Step
-from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import drawn_weights, random_rows
+from picotron.process_group_manager import ProcessGroupManager, setup_process_group_manager
+from tests.support.oracle import CPU, drawn_weights, random_rows
 from train import make_pipeline
 from workbench.pipelines.engine import make_train_step, plan_pipeline
 from workbench.pipelines.modules import LlamaStages
-from workbench.run.checkpoint.checkpoint import Checkpoint
+from workbench.run.checkpoint.checkpoint import find_checkpoint
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress, global_mean
 from workbench.run.rows import data_fingerprint
 from workbench.variants.choose import build_model, make_optimizer, update_weights
 
-CPU = torch.device("cpu")
+
+def set_up_grid(config: Config) -> ProcessGroupManager:
+    layout = config.distributed
+    return setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
 
 
-def device_of(config: Config) -> torch.device:
-    """Return the device of a training: this process's GPU, unless the config says `use_cpu`."""
-    return CPU if config.distributed.use_cpu else torch.device("cuda", torch.cuda.current_device())
+def dtype_of(config: Config) -> torch.dtype:
+    return getattr(torch, config.model.dtype)
 
 
 # --------------------------------------------------------------------------------------------------- a rank's shard
 
 
 def pipeline_of(
-    config: Config, model_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    config: Config, model_config: PreTrainedConfig
 ) -> tuple[Callable[[Llama], PipelineParallel], Step, Step]:
     """Make the pipeline as train.py does, see `make_pipeline`. The process groups must exist."""
     if not config.needs_workbench:
-        return make_pipeline(config, model_config, device, dtype)
+        return make_pipeline(config, model_config, CPU, dtype_of(config))
     plan = plan_pipeline(config, model_config)
-    return plan.wrap, *plan.make_steps(config, model_config, device, dtype)
+    return plan.wrap, *plan.make_steps(config, model_config, CPU, dtype_of(config))
 
 
-def wrapped(
-    config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64, as_train: bool = False
-) -> DataParallel:
-    """Build this rank's shard of the model as programs with their own loops do, or as train.py does."""
-    layout = config.distributed
-    setup_process_group_manager(layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size)
+def wrapped(config: Config, model_config: PreTrainedConfig) -> DataParallel:
+    """Build this rank's shard of the model as programs with their own loops do."""
+    set_up_grid(config)
     weights = drawn_weights(model_config, config.training.seed)
-    device, pipeline = device_of(config), plan_pipeline(config, model_config).wrap
-    if as_train:
-        pipeline, _, _ = pipeline_of(config, model_config, device, dtype)
-    return build_model(config, model_config, pipeline, device, dtype, weights)
+    pipeline = plan_pipeline(config, model_config).wrap
+    return build_model(config, model_config, pipeline, CPU, dtype_of(config), weights)
 
 
-def stage_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> LlamaStages:
+def stage_of(config: Config, model_config: PreTrainedConfig) -> LlamaStages:
     """Build the same model as `wrapped`, without the data-parallel wrapper."""
-    model = wrapped(config, model_config, dtype)
+    model = wrapped(config, model_config)
     model.close()
     return model.module
 
 
-def step_of(config: Config, model_config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Any:
+def step_of(config: Config, model_config: PreTrainedConfig) -> Any:
     """Return the training step of programs with their own loops."""
-    return make_train_step(config, plan_pipeline(config, model_config), device_of(config), dtype)
+    return make_train_step(config, plan_pipeline(config, model_config), CPU, dtype_of(config))
+
+
+def loader_of(config: Config, **arguments: int) -> MicroBatchDataLoader:
+    """Return a loader of `random_rows`."""
+    return MicroBatchDataLoader(random_rows(config, **arguments), config, CPU)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
@@ -84,34 +86,21 @@ def batches(count: int) -> list[dict[str, Any]]:
     ]
 
 
-class Loader:
-    """Minimal data loader: an iterator with the number of micro-batches per step."""
+def train_steps(config: Config, model_config: PreTrainedConfig, tokenizer: Path | None = None) -> dict[str, Any]:
+    """Train on random tokens as train.py does. Returns the losses and gradient norms of all steps, and the full weights
+    at the end.
 
-    def __init__(self, items: list[dict[str, Any]]) -> None:
-        self.items, self.grad_acc_steps = iter(items), len(items)
-
-    def __next__(self) -> dict[str, Any]:
-        return dict(next(self.items))
-
-
-def train_steps(
-    model: DataParallel,
-    config: Config,
-    model_config: Any,
-    checkpoint: Checkpoint | None = None,
-    tokenizer: Path | None = None,
-) -> tuple[list[float], list[float]]:
-    """Train on random tokens. Returns losses and gradient norms.
-
-    Training resumes from `checkpoint` if it is given, and writes checkpoints if `tokenizer` is given.
+    Training resumes from the config's checkpoint, if there is one, and writes checkpoints if `tokenizer` is given.
     """
-    rows, llama = random_rows(config), unwrap(model)
-    fingerprint = data_fingerprint(rows, config)
+    set_up_grid(config)
+    checkpoint, rows = find_checkpoint(config, model_config), random_rows(config)
+    fingerprint, seed = data_fingerprint(rows, config), config.training.seed
     progress = checkpoint.progress(fingerprint, config.training) if checkpoint else Progress()
-    loader = MicroBatchDataLoader(rows, config, device_of(config), progress.samples)
-    dtype = getattr(torch, config.model.dtype)
-    _, take_step, _ = pipeline_of(config, model_config, device_of(config), dtype)
-    optimizer = make_optimizer(model, config)
+    loader = MicroBatchDataLoader(rows, config, CPU, progress.samples)
+    weights = checkpoint.weights() if checkpoint else drawn_weights(model_config, seed)
+    pipeline, take_step, _ = pipeline_of(config, model_config)
+    model = build_model(config, model_config, pipeline, CPU, dtype_of(config), weights)
+    llama, optimizer = unwrap(model), make_optimizer(model, config)
     if checkpoint:
         checkpoint.restore(optimizer, llama)
     scheduler = make_scheduler(optimizer, config.training, progress.step)
@@ -129,7 +118,7 @@ def train_steps(
             writer.save(progress)
     if writer:
         writer.wait()
-    return losses, norms
+    return {"losses": losses, "grad_norms": norms, "weights": all_stages(llama, "data")}
 
 
 # ---------------------------------------------------------------------------------------------------- the full model

@@ -13,7 +13,8 @@ from picotron.data_parallel.data_parallel import DataParallelBucket
 from picotron.pipeline_parallel import pipeline_parallel
 from picotron.pipeline_parallel.pipeline_parallel import train_step, train_step_pipeline_1f1b, train_step_pipeline_afab
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import CPU, Loader, batches, stage_of
+from tests.support.training import CPU, batches, stage_of
+from workbench.pipelines.engine import BatchList
 
 STEPS = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 
@@ -29,7 +30,7 @@ def test_a_step_frees_the_graph_of_a_micro_batch_before_the_next_forward() -> No
         loss.register_hook(hook)  # the graph has the only reference
         return loss
 
-    train_step(model, Loader(batches(3)), CPU)  # type: ignore[arg-type]
+    train_step(model, BatchList(batches(3)), CPU)  # type: ignore[arg-type]
     assert counts == [0, 0, 0]
 
 
@@ -53,7 +54,7 @@ def live_outputs(engine: str, micro_batches: int) -> tuple[list[int], list[bool]
 
     model.backward = backward
     with mock.patch.object(pipeline_parallel, "forward_step", forward_step):
-        STEPS[engine](model, Loader(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
+        STEPS[engine](model, BatchList(batches(micro_batches)), (2, 16, 32), CPU, torch.float64)
     return live, reduces
 
 

@@ -4,21 +4,15 @@ import pytest
 import torch
 
 from conformance.worker_pool import WorkerPool
-from picotron.model.llama import Llama, rope
-from picotron.model.weights import materialise
-from picotron.process_group_manager import setup_process_group_manager
-from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
-from tests.support.oracle import drawn_weights, tiny_llama
-from tests.support.training import CPU
+from picotron.model.llama import rope
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import stage_of
 
 
 def graph_breaks(sequence_parallel: bool) -> list[str]:
-    setup_process_group_manager(2, 1, 1, 1)
-    config = tiny_llama()
-    with torch.device("meta"):
-        model = apply_tensor_parallel(Llama(config).to(torch.float64), sequence_parallel)
-    materialise(model, CPU, drawn_weights(config, 42))
-    x = torch.zeros(2, 16 // (1 + sequence_parallel), config.hidden_size, dtype=torch.float64)
+    config = make_config("tp2", sequence_parallel=sequence_parallel)
+    model = stage_of(config, tiny_llama()).module
+    x = torch.zeros(2, 16 // (1 + sequence_parallel), 32, dtype=torch.float64)
     tables = rope(model.frequencies, torch.arange(16)[None])
     explanation = torch._dynamo.explain(model.model.layers["0"])(x, *(table.double() for table in tables))
     return [str(reason.reason) for reason in explanation.break_reasons]

@@ -15,9 +15,8 @@ from conformance.models import small_config
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.training import CPU, step_of, wrapped
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import loader_of, step_of, wrapped
 from workbench.explain.explain import Step, route_evenly, run_stages, run_step
 from workbench.explain.fake_group import message
 from workbench.pipelines.engine import plan_pipeline
@@ -59,7 +58,7 @@ def really(config: Config, model_config: LlamaConfig) -> tuple[int, Step]:
     """Run one real step. Returns the pp rank of this process and its step."""
     model = wrapped(config, model_config)
     route_evenly(model)
-    loader = MicroBatchDataLoader(random_rows(config), config, CPU)
+    loader = loader_of(config)
     with Watch() as watch:
         step = run_step(model, loader, config, step_of(config, model_config))
     return pgm.process_group_manager.pp_rank, step._replace(messages=watch.messages)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron.config import Config
-from tests.support.nccl_programs import describe, recorded_rank
+from tests.support.nccl_programs import describe, recorded_rank, zeros
 from tests.support.oracle import CPU, make_config, tiny_llama
 from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.generation.rotation import Group, Rotation, generating
@@ -32,7 +32,7 @@ LAYOUTS = [
 allocate = Rotation.buffers
 
 
-def zeros(rotation: Rotation, action: Action) -> list[Tensor]:
+def empty_buffers(rotation: Rotation, action: Action) -> list[Tensor]:
     return [torch.zeros_like(buffer) for buffer in allocate(rotation, action)]
 
 
@@ -47,13 +47,11 @@ def programs_of(config: Config) -> list[Program]:
     for rank in range(config.distributed.world_size):
         with (
             recorded_rank(rank, config) as program,
-            mock.patch.object(Rotation, "buffers", zeros),
+            mock.patch.object(Rotation, "buffers", empty_buffers),
             mock.patch.object(dist, "broadcast", record_broadcast),
             torch.no_grad(),
         ):
-            stage = build_stage(
-                config, model_config, plan.wrap, CPU, torch.float64, lambda name, shape, i: torch.zeros(shape)[i]
-            )
+            stage = build_stage(config, model_config, plan.wrap, CPU, torch.float64, zeros)
             schedule = generation(plan.schedule.pp, plan.schedule.pp, 1, plan.schedule.chunks, plan.schedule.placement)
             groups = [Group({0: [1, 2], 1: [3] * (i + 1)}, Sampling(ROUNDS), 0, CPU) for i in range(schedule.pp)]
             with generating(stage):

@@ -16,7 +16,8 @@ from picotron.config import Config
 from picotron.data_parallel.data_parallel import DataParallel
 from picotron.model.placement import placement
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import CPU, Loader, batches, wrapped
+from tests.support.training import CPU, batches, wrapped
+from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import MAX_SENDS_IN_FLIGHT, Executor, StepState
 from workbench.pipelines.plan import kept_activations
 from workbench.pipelines.planning import training_schedule
@@ -35,7 +36,7 @@ def run_observed(executor: Executor, model: DataParallel, observe: Any) -> None:
 
     items = batches(executor.schedule.micro_batches)
     with mock.patch.object(StepState, "run", observed):
-        executor(model, Loader(items), CPU)
+        executor(model, BatchList(items), CPU)
 
 
 def alive(storages: list[Any]) -> int:

@@ -4,7 +4,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -12,11 +11,10 @@ from conformance.models import small_config
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.cross_entropy import LinearCrossEntropy
 from tests.support.memory import LiveBytes, SavedBytes
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.training import CPU, step_of, wrapped
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import dtype_of, loader_of, step_of, wrapped
 from workbench.explain.explain import bytes_held, route_evenly
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.memory import rank_memory
@@ -45,20 +43,19 @@ def count_gradients_of_loss(saved: SavedBytes) -> Any:
 
 def measure_rank(config: Config, model_config: LlamaConfig) -> dict[str, Any]:
     """Run a training step. Returns the bytes that this rank holds afterwards, and the peak of its activations."""
-    dtype = getattr(torch, config.model.dtype)
-    model = wrapped(config, model_config, dtype)
+    model = wrapped(config, model_config)
     route_evenly(model)
     parameters = list(model.parameters())
-    optimizer, step = make_optimizer(model, config), step_of(config, model_config, dtype)
+    optimizer, step = make_optimizer(model, config), step_of(config, model_config)
     saved = SavedBytes(model)
     with saved.hooks(), count_gradients_of_loss(saved):
-        step(model, MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU))
+        step(model, loader_of(config, vocab_size=model_config.vocab_size))
     assert saved.current == 0
     optimizer.step()
     weights, gradients = bytes_held(model)
     return {
         "rank": pgm.process_group_manager.pp_rank,
-        "parameters": weights // dtype.itemsize,
+        "parameters": weights // dtype_of(config).itemsize,
         "weights": weights,
         "gradients": gradients,
         "optimizer": sum(tensor.nbytes for p in parameters for tensor in optimizer.state_of(p).values()),
@@ -113,10 +110,10 @@ def test_estimated_memory_matches_measured_bytes(
 
 def peak_of_step(config: Config, model_config: LlamaConfig) -> int:
     """Return the smallest peak of some steps: gloo's threads may release the buffers of a collective a little late."""
-    model = wrapped(config, model_config, torch.float32)
+    model = wrapped(config, model_config)
     route_evenly(model)
-    step = step_of(config, model_config, torch.float32)
-    loader, peaks = MicroBatchDataLoader(random_rows(config, vocab_size=model_config.vocab_size), config, CPU), []
+    step = step_of(config, model_config)
+    loader, peaks = loader_of(config, vocab_size=model_config.vocab_size), []
     for _ in range(config.distributed.world_size**2):
         with LiveBytes([*model.parameters(), *model.gradient_buffers()]) as live:
             step(model, loader)

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from tests.support.oracle import make_config, tiny_llama
-from tests.support.training import CPU, Loader, batches, step_of, wrapped
+from tests.support.training import CPU, batches, step_of, wrapped
 from workbench.drawing.__main__ import main
-from workbench.pipelines.engine import plan_pipeline
+from workbench.pipelines.engine import BatchList, plan_pipeline
 from workbench.pipelines.planning import training_schedule
 from workbench.pipelines.recorder import record_steps
 from workbench.schedules.checker import add_communication
@@ -24,7 +24,7 @@ def recorded(config: Config, model_config: LlamaConfig) -> None:
     plan = plan_pipeline(config, model_config)
     step = record_steps(step_of(config, model_config), config, model_config, plan, CPU, done=3)
     for _ in range(2):
-        step(model, Loader(batches(4)))
+        step(model, BatchList(batches(4)))
 
 
 @pytest.mark.parametrize("layout", ["pp2 1f1b", "pp2 zbv tp2"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from picotron.config import Config
@@ -20,8 +19,6 @@ from workbench.run.rows import SomeRows, data_fingerprint, targets_and_bytes
 from workbench.run.token_files import Samples, Text, map_token_files
 from workbench.variants.choose import split_train_eval
 from workbench.variants.whole import MaskedRows
-
-CPU = torch.device("cpu")
 
 
 def sample_config(**changes: Any) -> Config:

@@ -71,7 +71,7 @@ def test_updates_are_those_of_torch_on_average(states: str, beta2: float) -> Non
 def weights_after_updates(config: Config) -> dict[str, Tensor]:
     """Update a model five times with gradients that depend on names alone. Returns the full weights."""
     model_config = tiny_llama(num_key_value_heads=1, tie_word_embeddings=True)
-    model = wrapped(config, model_config, torch.bfloat16)
+    model = wrapped(config, model_config)
     llama, optimizer = unwrap(model), make_optimizer(model, config)
 
     def gradient(name: str, shape: torch.Size, index: Index) -> Tensor:

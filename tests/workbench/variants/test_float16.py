@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_with_its_scale(pool: WorkerPool, tmp_path: Path) 
 @pytest.mark.usefixtures("_one_rank")
 def test_a_step_without_the_loss_scale_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    model = wrapped(config, tiny_llama(), torch.float16)
+    model = wrapped(config, tiny_llama())
     optimizer = make_optimizer(model, config)
     with pytest.raises(UserError, match=r"call update_weights of workbench\.variants\.choose"):
         optimizer.step()

@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from tests.support.oracle import assert_close, make_config, tiny_llama
-from tests.support.training import train_steps, wrapped
+from tests.support.training import train_steps
 from workbench.pipelines.engine import check_layout
 from workbench.variants.float8 import E4M3, E5M2, float8_linear, float8_product, quantise
 
@@ -64,7 +64,7 @@ def losses(layout: str, float8: bool, compiled: bool) -> tuple[list[float], int]
         return graph.forward
 
     with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
-        found, _ = train_steps(wrapped(config, MODEL, torch.bfloat16, as_train=True), config, MODEL)
+        found = train_steps(config, MODEL)["losses"]
     modules = [each for graph in graphs for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
     nodes = [node for module in modules for node in module.graph.nodes]
     return found, sum(node.target in (torch.amax, "amax") for node in nodes)

@@ -14,12 +14,11 @@ from transformers import LlamaConfig
 from conformance.worker_pool import WorkerPool
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.data.loader import MicroBatchDataLoader
 from picotron.model.families import part_parameters
 from picotron.model.placement import placement
 from picotron.process_group_manager import setup_process_group_manager
-from tests.support.oracle import make_config, random_rows, tiny_llama
-from tests.support.training import CPU, step_of, wrapped
+from tests.support.oracle import make_config, tiny_llama
+from tests.support.training import loader_of, step_of, wrapped
 from tests.workbench.explain.test_explain import total
 from workbench.explain.explain import run_stages
 from workbench.pipelines.engine import plan_pipeline
@@ -60,7 +59,7 @@ def full_weights(config: Config, model_config: LlamaConfig) -> tuple[int, int]:
 
     assert existing() == 0
     with mock.patch.object(Unit, "start_gather", watched):
-        step_of(config, model_config)(model, MicroBatchDataLoader(random_rows(config), config, CPU))
+        step_of(config, model_config)(model, loader_of(config))
     return most, existing()
 
 
@@ -79,7 +78,7 @@ def graphs_of_compiled_layers(config: Config) -> dict[str, int]:
     counters.clear()
     with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
         model = wrapped(config, MODEL)
-    step, loader = step_of(config, MODEL), MicroBatchDataLoader(random_rows(config), config, CPU)
+    step, loader = step_of(config, MODEL), loader_of(config)
     for _ in range(2):
         model.zero_grad()
         step(model, loader)

@@ -13,8 +13,6 @@ from tests.support.samples import write_jsonl
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
 
-CPU = torch.device("cpu")
-
 
 def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) -> None:
     """The same layout resumes bit for bit; a different layout starts from bitwise equal master weights."""
