@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ def run(*words: object, code: int = 0, given: str | None = None, **variables: st
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true, for at most 200 seconds."""
+    end = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def arguments(save_dir: Path, dp: int, batch: int, **more: Any) -> list[str]:

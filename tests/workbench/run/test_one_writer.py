@@ -5,24 +5,16 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.program import TORCHRUN, arguments, metrics, run
+from tests.support.program import TORCHRUN, arguments, metrics, run, wait_until
 from workbench.run.run_folder import checkpoint_folders
 
 pytestmark = pytest.mark.processes
 MANY_STEPS = {"training.total_train_steps": 100_000, "training.eval_frequency": 0, "training.seq_length": 32}
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)

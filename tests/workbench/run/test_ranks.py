@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from picotron.console import UserError
-from tests.support.program import arguments, metrics, run
+from tests.support.program import arguments, metrics, run, wait_until
 from workbench.run.launch import is_launched
 from workbench.run.ranks import run_ranks
 
@@ -133,9 +132,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     *ended, notebook = launchers
     assert [each.wait(120) for each in ended] == [-signal.SIGKILL] * 3 + [128 + signal.SIGHUP]
     assert notebook.stdout.readline() == b"goes on\n"
-    end = time.monotonic() + 60
-    while (found := [*map(processes_of, sessions)]) != [0] * 4 + [3]:  # it, and what starts processes
-        assert time.monotonic() < end, found
+    wait_until(lambda: [*map(processes_of, sessions)] == [0] * 4 + [3])  # it, and what starts processes
     os.kill(sessions[-1], signal.SIGKILL)
     assert notebook.stdout.read() == b""  # nobody holds the pipe any more
 

@@ -9,14 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from submit_slurm_jobs import read_config
-from tests.support.jobs import RESUMED, log_of, processes_of, submit, wait_for
-from tests.support.program import metrics
+from tests.support.jobs import submit
+from tests.support.program import metrics, wait_until
 from workbench.run.run_folder import checkpoint_folders
-from workbench.sweep import local_jobs
+from workbench.sweep import local_jobs, slurm
 from workbench.sweep.jobs import Job
 from workbench.sweep.local_jobs import run_local_jobs
 
 pytestmark = pytest.mark.processes
+RESUMED = "training resumes from"  # start of the line that a resumed run logs, before the checkpoint's folder
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,12 @@ def test_jobs_start_from_the_load_path_of_their_config_and_continue_from_their_o
     start = base.run_folder / "step_00000003"
     tuned = make_job("tuned", training__total_train_steps=6, checkpoint__load_path=str(start), **frequent)
     submit(tuned.folder, "--local")
-    assert f"{RESUMED} {start}\n" in log_of(tuned)
+    assert f"{RESUMED} {start}\n" in slurm.log_file(tuned).read_text()
     assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6]
 
     make_job("tuned", training__total_train_steps=9, checkpoint__load_path=str(start), **frequent)
     submit(tuned.folder, "--local", "--only", "completed")
-    assert f"{RESUMED} {tuned.run_folder}/step_00000006\n" in log_of(tuned)
+    assert f"{RESUMED} {tuned.run_folder}/step_00000006\n" in slurm.log_file(tuned).read_text()
     assert [record["step"] for record in metrics(tuned.run_folder)] == [4, 5, 6, 7, 8, 9]
 
 
@@ -68,7 +69,7 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
 
     command = [sys.executable, "submit_slurm_jobs.py", "--inp_dir", str(sweep), "--local", "--timeout", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: (interrupted.run_folder / "metrics.jsonl").exists(), interrupted)
+        wait_until(lambda: (interrupted.run_folder / "metrics.jsonl").exists())
         # Neither of these commands stops the running job.
         submit(sweep, "--local", "--only", "running")
         assert re.search("running +1\n", submit(sweep, "--check_status"))
@@ -77,11 +78,11 @@ def test_local_jobs_resume_after_a_timeout_and_after_ctrl_c(make_job: Callable[.
     assert process.returncode == 130
     assert re.search(r"^1_over_time: timeout, \d+ s\n2_interrupted: cancelled, \d+ s$", output, re.MULTILINE)
     assert [job.status for job in (over_time, interrupted, later)] == ["timeout", "cancelled", "init"]
-    assert not processes_of(interrupted)
+    assert str(interrupted.config_file) not in subprocess.check_output(["ps", "-ewwo", "args"], text=True)
     for job in (over_time, interrupted):
         reached = max(checkpoint_folders(job.run_folder))
         make_job(job.name, **slow, training__max_tokens=(reached + 3) * 64)
     submit(sweep, "--local", "--only", "timeout", "cancelled")
     for job in (over_time, interrupted):
         assert job.status == "completed"
-        assert RESUMED in log_of(job)
+        assert RESUMED in slurm.log_file(job).read_text()
