@@ -63,10 +63,15 @@ def draw_case(seed: int, number: int) -> Case:
     - bucket_mb: least size of a bucket of gradients in MiB; by default, a stage of these models fits into one bucket;
     - fails: whether the last backward of the second step fails, which is then repeated.
     """
-    programs = random.Random(f"{seed} {number} program")
+
+    def dice_of(name: str) -> random.Random:
+        """Return dice of their own, so that a new draw leaves the others as they are."""
+        return random.Random(f"{seed} {number} {name}")
+
+    programs = dice_of("program")
     if programs.random() < PROGRAMS:
         return {"program": draw_program(programs)}
-    others = random.Random(f"{seed} {number} modules")
+    others = dice_of("modules")
     if others.random() < 0.1:
         return {"modules": draw_modules(others)}
     dice = random.Random(f"{seed} {number}")
@@ -76,8 +81,8 @@ def draw_case(seed: int, number: int) -> Case:
     kind = dice.choice(DATA)
     length = draw_length(dice, layouts, LENGTHS if kind in ("own", "text") else LONG_LENGTHS)
     set_batch(dice, layouts, is_paired=kind == "own")
-    model = draw_model(dice, layouts) | draw_family(random.Random(f"{seed} {number} family"))
-    experts = random.Random(f"{seed} {number} experts")
+    model = draw_model(dice, layouts) | draw_family(dice_of("family"))
+    experts = dice_of("experts")
     if experts.random() < EXPERTS:
         model |= draw_experts(experts, layouts, model)
     config = {**draw_training(dice), **layouts[0], "training.seq_length": length}
@@ -99,14 +104,14 @@ def draw_case(seed: int, number: int) -> Case:
         for keys in (config, *layouts):
             keys.pop("schedule.pp_keep_activations", None)
     resume = {"after": dice.randint(1, STEPS - 1), "config": NO_LAYOUT | layouts[1]} if len(layouts) == 2 else None
-    if resume and random.Random(f"{seed} {number} first").random() < 0.2:
+    if resume and dice_of("first").random() < 0.2:
         resume["after"] = 0
     data = {"kind": kind, "seed": dice.randrange(1000), **draw_data(dice, kind)}
-    if "training.eval_frequency" in config and random.Random(f"{seed} {number} evaluation").random() < 0.4:
-        data["evaluated"] = random.Random(f"{seed} {number} evaluated").randint(1, 9)
+    if "training.eval_frequency" in config and dice_of("evaluation").random() < 0.4:
+        data["evaluated"] = dice_of("evaluated").randint(1, 9)
     if data.get("loss") == "focal":
-        data["weights"] = random.Random(f"{seed} {number} weights").random() < 0.4
-    data["packed"] = is_packable(data) and random.Random(f"{seed} {number} packed").random() < 0.4
+        data["weights"] = dice_of("weights").random() < 0.4
+    data["packed"] = is_packable(data) and dice_of("packed").random() < 0.4
     if dice.random() < 0.05 and data.get("loss") != "preference":  # a number that need not fit the others
         kept = {"training.seed", *(BATCH if resume else ())}  # a run with another batch begins its data again
         numbers = [key for key, value in config.items() if type(value) is int and key not in kept]
@@ -121,10 +126,10 @@ def draw_case(seed: int, number: int) -> Case:
         "data": data,
         "frozen": dice.sample(FROZEN, dice.randint(1, 2)) if dice.random() < 0.2 else [],
         "between": dice.random() < 0.3,
-        "looks": random.Random(f"{seed} {number} looks").random() < 0.2,
-        "calls": random.Random(f"{seed} {number} calls").random() < 0.2,
-        "bucket_mb": random.Random(f"{seed} {number} bucket").choice((None, 0.0, 0.001)),
-        "fails": kind == "own" and is_one_stage and random.Random(f"{seed} {number} fails").random() < 0.3,
+        "looks": dice_of("looks").random() < 0.2,
+        "calls": dice_of("calls").random() < 0.2,
+        "bucket_mb": dice_of("bucket").choice((None, 0.0, 0.001)),
+        "fails": kind == "own" and is_one_stage and dice_of("fails").random() < 0.3,
     }
 
 

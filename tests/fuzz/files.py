@@ -45,12 +45,12 @@ def config_of(case: Case, folder: Path, part: int = 0) -> Config:
     } | case["config"]
     if case["data"].get("evaluated"):
         keys["dataset.eval_name"] = str(folder / "evaluation.jsonl")
-    if case["data"]["kind"] == "samples":
+    kind, shape = case["data"]["kind"], case["data"].get("shape")
+    if kind == "samples" or shape == "pairs":
         keys |= {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
-    if case["data"]["kind"] == "conversations":
-        is_pairs = case["data"]["shape"] == "pairs"
-        pair = {"dataset.prompt_column": "prompt", "dataset.completion_column": "completion"}
-        keys |= pair if is_pairs else {"dataset.messages_column": "messages"}
+    elif shape:
+        keys["dataset.messages_column"] = "messages"
+    if shape:
         keys["dataset.assistant_turns"] = case["data"]["turns"]
     if case["resume"]:
         keys["checkpoint.save_frequency"] = 100  # so that only the last step is saved

@@ -14,6 +14,7 @@ from picotron.data.loader import Rows, epoch_order
 from tests.fuzz.cases import Case
 from tests.fuzz.chat_templates import ENDLESS
 from tests.fuzz.files import evaluated_of, records_of, tokenizer_of
+from tests.support.samples import split
 from workbench.prepare.tokens import write_tokens
 from workbench.run.model_config import load_model_config
 from workbench.run.rows import HELD_OUT, held_out_sequences
@@ -110,17 +111,16 @@ def rows_of_samples(rows: Rows) -> list[list[Document]]:
 
 def compare_samples(case: Case, data: Samples, records: list[dict[str, Any]]) -> None:
     """Compare the tokens and the mask of each sample with those of its whole text."""
-    tokenizer, ends = tokenizer_of(case), data.lengths.cumsum()
+    tokenizer, found = tokenizer_of(case), split(data)
     whole = whole_sample if case["data"]["kind"] == "samples" else whole_conversation
     expected = [sample for record in records for sample in whole(case, tokenizer, record)]
-    if len(expected) != len(ends):
-        raise Mismatch(f"{len(ends)} samples, expected {len(expected)} of {len(records)} records")
-    for i, (end, size) in enumerate(zip(ends, data.lengths, strict=True)):
-        tokens, mask = data.tokens[end - size : end].tolist(), data.counted[end - size : end].tolist()
-        if tokens != expected[i].tokens:
-            raise Mismatch(f"the tokens of sample {i} are {tokens}, but those of its text {expected[i].tokens}")
-        if [ours for ours, theirs in zip(mask, expected[i].mask, strict=True) if theirs not in (None, ours)]:
-            raise Mismatch(f"the mask of sample {i} is {mask}, but that of its text {expected[i].mask}")
+    if len(expected) != len(found):
+        raise Mismatch(f"{len(found)} samples, expected {len(expected)} of {len(records)} records")
+    for i, ((tokens, mask), right) in enumerate(zip(found, expected, strict=True)):
+        if tokens != right.tokens:
+            raise Mismatch(f"the tokens of sample {i} are {tokens}, but those of its text {right.tokens}")
+        if [ours for ours, theirs in zip(mask, right.mask, strict=True) if theirs not in (None, ours)]:
+            raise Mismatch(f"the mask of sample {i} is {mask}, but that of its text {right.mask}")
 
 
 class WholeSample(NamedTuple):

@@ -19,14 +19,19 @@ MODEL = SECTIONS["model"] | {
 OWN = SECTIONS["data"] | {"kind": "own", "seed": 0}
 
 
-def case_of(layout: str = "", tied: bool = False, data: dict[str, Any] | None = None, **changes: Any) -> Case:
-    """Return a case in a layout, see `keys_of`, with changed keys of the training, such as seq_length=7."""
+def case_of(
+    layout: str = "", tied: bool = False, data: Case | None = None, model: Case | None = None, **changes: Any
+) -> Case:
+    """Return a case in a layout, see `keys_of`, with changed data and model, and changed keys of the training, such as
+    seq_length=7.
+    """
     case: Case = SIMPLE | {key: changes.pop(key) for key in list(changes) if key in SIMPLE}
     config = {"training.seq_length": 8, "training.micro_batch_size": 2, "training.adam_eps": 1e-4}
     for key, value in keys_of(f"m2 {layout}").items():
         config[key.replace("__", ".") if "__" in key else f"distributed.{key}"] = value
     config |= {key if "." in key else f"training.{key}": value for key, value in changes.items()}
-    return case | {"model": MODEL | {"tie_word_embeddings": tied}, "config": config, "data": OWN | (data or {})}
+    model = MODEL | {"tie_word_embeddings": tied} | (model or {})
+    return case | {"model": model, "config": config, "data": OWN | (data or {})}
 
 
 def program_of(*operations: list[Any], **changes: Any) -> Case:
@@ -55,8 +60,7 @@ CORNERS: dict[str, Case] = {
         "dp2 pp2 zero3 zb_h1", data={"loss": "focal", "ignored": 0.9}, micro_batch_size=1
     ),
     "logits, tied, zero3, recomputation": case_of("dp2 zero3 full", tied=True, data={"loss": "logits"}),
-    "tied, zero3, V": case_of("dp2 pp2 zero3 zbv m4")
-    | {"model": MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}},
+    "tied, zero3, V": case_of("dp2 pp2 zero3 zbv m4", tied=True, model={"num_hidden_layers": 4}),
     "last backward fails, zero3": case_of("zero3", fails=True),
     "last backward fails, zero1": case_of("dp2 zero1", fails=True),
     "steps that are given up": in_turn(WRAPPERS, *GIVEN_UP, BACKWARD, *UPDATE, BACKWARD, *UPDATE),
@@ -69,9 +73,9 @@ CORNERS: dict[str, Case] = {
     "moving biases of routers, recomputation of some": case_of(
         "dp2 pp2 ep2 full m5",
         frozen=["layers.0."],
+        model={"family": "dots1", **FAMILIES["dots1"][0], "first_k_dense_replace": 0},
         **{"schedule.pp_keep_activations": 1, "router_bias_rate": 0.1, "micro_batch_size": 1, "seq_length": 3},
-    )
-    | {"model": MODEL | {"family": "dots1", **FAMILIES["dots1"][0], "first_k_dense_replace": 0}},
+    ),
     "no finish_grad_sync, zero3": program_of(BACKWARD, STEP, ZERO, BACKWARD, STEP, ZERO, ranks=2, engine="zero3"),
     "gradient penalty, zero3": program_of(["backward", "penalty", True, 1], STEP, engine="zero3", ranks=2),
     "torch's optimizer": program_of(BACKWARD, STEP, ["zero", "wrapper"], BACKWARD, optimizer="recipe", ranks=2),
@@ -89,12 +93,15 @@ CORNERS: dict[str, Case] = {
     ),
     "ring of three ranks": case_of("cp3", seq_length=12),
     "tied over stages": case_of("dp2 pp2 m3", tied=True, max_grad_norm=0.1),
-    "norms of heads, and heads that ranks share": case_of("tp4")
-    | {"model": MODEL | {"family": "qwen3", "intermediate_size": 12}},
-    "projections that call their layers, and heads that ranks share": case_of("tp4 sp", calls=True)
-    | {"model": MODEL | {"attention_bias": True, "mlp_bias": True, "pad_token_id": 20, "intermediate_size": 12}},
-    "experts of four ranks, most without tokens": case_of("dp4 ep2", seq_length=1, micro_batch_size=1)
-    | {"model": MODEL | {"family": "mixtral", **FAMILIES["mixtral"][1]}},
+    "norms of heads, and heads that ranks share": case_of("tp4", model={"family": "qwen3", "intermediate_size": 12}),
+    "projections that call their layers, and heads that ranks share": case_of(
+        "tp4 sp",
+        calls=True,
+        model={"attention_bias": True, "mlp_bias": True, "pad_token_id": 20, "intermediate_size": 12},
+    ),
+    "experts of four ranks, most without tokens": case_of(
+        "dp4 ep2", model={"family": "mixtral", **FAMILIES["mixtral"][1]}, seq_length=1, micro_batch_size=1
+    ),
     "documents over cp": case_of("cp2", data={"documents": True, "loss": "focal"}),
     "preferences over cp": case_of("cp2", data={"loss": "preference"}),
     "micro-batches with other numbers of targets": case_of("m3", data={"ignored": 0.5}),

@@ -83,6 +83,6 @@ def run_with_own_loop(case: Case, folder: Path, part: int) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["pp3", "dp2 pp2"])
 def test_the_loop_equals_transformers(pool: WorkerPool, engine: str, layout: str) -> None:
     data, keys = {"kind": "text", "tokenizer": "byte-level"}, {"max_grad_norm": 0.1, "dataset.mask_documents": False}
-    case = case_of(f"{layout} {engine} m3", tied=True, data=data, **keys)
-    result = check(pool, case | {"model": case["model"] | {"num_hidden_layers": 4}}, run_with_own_loop)
+    case = case_of(f"{layout} {engine} m3", tied=True, data=data, model={"num_hidden_layers": 4}, **keys)
+    result = check(pool, case, run_with_own_loop)
     assert result.outcome == "equal", result.text
