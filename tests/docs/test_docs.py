@@ -79,12 +79,6 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page, as GitHub generates them."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @each_page
 def test_linked_symbols_and_named_files_exist(page: Path) -> None:
     """Links to other files and to anchors are checked when the site is built."""

@@ -36,9 +36,9 @@ def create(folder: Path, *words: Any, exp_name: str = "exp", base: str | None = 
     return folder / "out" / exp_name
 
 
-def configs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the configs of a sweep, by the names of their jobs."""
-    return {job.name: json.loads(job.config_file.read_text()) for job in find_jobs(folder)}
+def configs(folder: Path, kind: str = "config_file") -> dict[str, dict[str, Any]]:
+    """Read the configs of a sweep, or other files of its jobs, by the names of the jobs."""
+    return {job.name: json.loads(getattr(job, kind).read_text()) for job in find_jobs(folder)}
 
 
 def error_message(folder: Path, *words: Any, **options: Any) -> str:
@@ -185,17 +185,13 @@ def test_sweep_and_single_run_cannot_share_a_folder(tmp_path: Path) -> None:
 EIGHT = ("--world_size", 8, "--global_batch_size", 16, "--hardware", "H100", "--model.dtype", "bfloat16")
 
 
-def forecasts(folder: Path) -> dict[str, dict[str, Any]]:
-    return {job.name: json.loads(job.forecast_file.read_text()) for job in find_jobs(folder)}
-
-
 def test_best_writes_the_fastest_layouts_with_their_forecasts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = create(tmp_path, *EIGHT, "--best", 3, "--mbs", 1, "--distributed.dp_engine", "bucket")
     written, words = configs(folder), capsys.readouterr().out.split()
     names = sorted(written, key=words.index)
-    found = forecasts(folder)
+    found = configs(folder, "forecast_file")
     times = [found[name]["step_time"] for name in names]
     assert times == sorted(times)
     layouts = set()

@@ -107,6 +107,13 @@ def test_runs_in_every_state_have_rows(tmp_path: Path) -> None:
         assert tuple(rows[name][column] for column in columns) == expected
 
 
+def limits_of_losses(folder: Path) -> tuple[float, float]:
+    """Return the lowest and the highest loss that the plot of a sweep shows."""
+    figure = Figure()
+    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in find_jobs(folder)], figure)
+    return figure.axes[0].get_ylim()
+
+
 def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,18 +138,14 @@ def test_a_diverged_run_is_named_and_does_not_hide_the_others(
     assert [row["status"] for row in rows.values()] == statuses
     assert {row["problem"] for row in rows.values()} == {""}
     assert "the lowest final loss is 4.0000, of b\n" in capsys.readouterr().out
-    figure = Figure()
-    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in find_jobs(tmp_path)], figure)
-    low, high = figure.axes[0].get_ylim()
+    low, high = limits_of_losses(tmp_path)
     assert (3 < low < 4, 7 < high < 8) == (True, True)
 
 
 def test_a_loss_that_can_be_negative_does_not_diverge_and_is_drawn_as_a_whole(tmp_path: Path) -> None:
     job(tmp_path / "grpo", [record(i, 10.0, loss) for i, loss in enumerate((-0.06, -0.1, -0.01), 1)], "completed")
     assert extract(tmp_path)["grpo"]["status"] == "completed"
-    figure = Figure()
-    extract_metrics.draw_losses([extract_metrics.read_run(each) for each in find_jobs(tmp_path)], figure)
-    assert figure.axes[0].get_ylim()[1] > -0.01
+    assert limits_of_losses(tmp_path)[1] > -0.01
 
 
 def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
