@@ -1,13 +1,12 @@
 """The benchmarks: each runs with a tiny workload, and fails if programs that it compares compute different numbers."""
 
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from benchmarks import gpu
+from tests.support.program import run
 
 PROGRAMS = sorted(path.stem for path in Path("benchmarks").glob("*.py") if "__main__" in path.read_text())
 ARGUMENTS = {"forecast": [], "one_gpu": ["pp2 1f1b"]}
@@ -17,9 +16,7 @@ ARGUMENTS = {"forecast": [], "one_gpu": ["pp2 1f1b"]}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_benchmark_prints_a_table(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ["--tiny"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ["--tiny"]))
     assert len(done.stdout.splitlines()) > 3
 
 

@@ -16,7 +16,7 @@ from picotron.config import Training
 from picotron.console import UserError
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.optimizer import learning_rate_factor
-from tests.support.oracle import assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.oracle import assert_close, make_config, oracle_model, tiny_llama
 from tests.support.training import all_stages, step_of, wrapped
 from workbench.own_loops.batches import split_batch, train_batch
 from workbench.schedules.actions import AnyAction, parse_action
@@ -36,7 +36,7 @@ def z_loss() -> dict[str, Tensor]:
 
 
 def test_z_loss_equals_one_process(pool: WorkerPool) -> None:
-    model = oracle_model(tiny_llama(), our_model(tiny_llama(), seed=42).state_dict())
+    model = oracle_model(tiny_llama())
     model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits.logsumexp(-1).square().mean().backward()
     for gradients in pool.run(z_loss, 2):
         for name, parameter in model.named_parameters():

@@ -94,11 +94,10 @@ def our_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed
     return model
 
 
-def oracle_model(
-    config: PreTrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64
-) -> PreTrainedModel:
-    """Return transformers' model with these weights, exact in float64."""
-    model = AutoModelForCausalLM.from_config(config, **EXACT_EXPERTS).to(dtype)
+def oracle_model(config: PreTrainedConfig, weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """Return transformers' model, exact in float64, by default with the weights that a run begins with."""
+    model = AutoModelForCausalLM.from_config(config, **EXACT_EXPERTS).double()
+    weights = weights or our_model(config, seed=42).state_dict()
     theirs = named_as(weights, model.state_dict())
     assert theirs.keys() == weights.keys(), theirs.keys() ^ weights.keys()
     for name, tensor in theirs.items():
@@ -122,8 +121,8 @@ def torch_adamw(parameters: Iterable[nn.Parameter], training: Training) -> torch
     return adamw((p for p in parameters if p.requires_grad), case_of(training))
 
 
-def random_tokens(count: int = 6000, vocab_size: int = 61) -> np.ndarray:
-    return np.random.default_rng(0).integers(vocab_size, size=count).astype(np.uint16)
+def random_tokens(vocab_size: int = 61) -> np.ndarray:
+    return np.random.default_rng(0).integers(vocab_size, size=6000).astype(np.uint16)
 
 
 def random_rows(config: Config, **arguments: int) -> TextRows:

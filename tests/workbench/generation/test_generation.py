@@ -10,7 +10,7 @@ import torch
 from conformance.models import small_config
 from conformance.worker_pool import WorkerPool
 from tests.support.messages import error_of
-from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, tiny_llama
 from tests.support.training import stage_of
 from workbench.generation import kv_cache
 from workbench.generation import rotation as generation
@@ -45,7 +45,7 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
 
 @functools.cache
 def reference() -> Any:
-    return oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    return oracle_model(MODEL)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from conformance.case import sizes_of
 from conformance.worker_pool import WorkerPool
 from picotron.console import UserError
 from tests.support.messages import error_of
-from tests.support.oracle import CPU, assert_close, make_config, oracle_model, our_model, tiny_llama
+from tests.support.oracle import CPU, assert_close, make_config, oracle_model, tiny_llama
 from tests.support.training import step_of, wrapped
 from workbench.own_loops.batches import cross_entropy, forward_batch, split_batch, train_batch
 from workbench.own_loops.log_probs import log_probs
@@ -68,7 +68,7 @@ LAYOUTS = [  # the last stage is on the last ranks, and on the first ones
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_of_a_rank_are_those_of_its_rows_in_order(pool: WorkerPool, layout: str) -> None:
     config, batch = config_of(layout), global_batch()
-    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    model = oracle_model(MODEL)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.detach()
     log_probs = logits.log_softmax(-1).gather(-1, batch["target_ids"][..., None])[..., 0]
     rows = []  # of each rank with the last stage
@@ -205,7 +205,7 @@ def run_packed(layout: str, options: dict[str, Any], lengths: Sequence[int]) -> 
 def test_packed_sequences_equal_transformers(
     pool: WorkerPool, layout: str, options: dict[str, int], lengths: Sequence[int]
 ) -> None:
-    model = oracle_model(MODEL, our_model(MODEL, seed=42).state_dict())
+    model = oracle_model(MODEL)
     expected = []
     for each in sequences(lengths):
         logits = model(input_ids=each["input_ids"][None], use_cache=False).logits[0].detach()

@@ -27,7 +27,6 @@ from tests.support.oracle import (
     assert_close,
     make_config,
     oracle_model,
-    our_model,
     random_rows,
     tiny_llama,
 )
@@ -260,7 +259,7 @@ def test_the_norms_of_gradients_are_those_of_the_unsharded_model(pool: WorkerPoo
     """The embedding is tied, two ranks share each key/value head, and the norms have replicas."""
     model = tiny_llama(tie_word_embeddings=True, num_attention_heads=8)
     config = config_of(tmp_path, layout, model, training__micro_batch_size=4 // sizes_of(layout)["dp"])
-    oracle = oracle_model(model, our_model(model, seed=42).state_dict())
+    oracle = oracle_model(model)
     F.cross_entropy(oracle(ROWS["input_ids"]).logits.flatten(0, 1), ROWS["target_ids"].flatten()).backward()
     expected = {name: p.grad.norm().item() for name, p in oracle.named_parameters() if p.grad is not None}
     for record in pool.run(norms_of_gradients, config.distributed.world_size, config):

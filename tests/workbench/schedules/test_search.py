@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.zero_bubble import CASES, Case
 from picotron.console import UserError
 from tests.support.oracle import make_config, tiny_llama
+from tests.support.program import run
 from tests.workbench.drawing.test_draw import write_trace
 from tests.workbench.schedules.test_schedules import assert_runs
 from workbench.drawing.__main__ import main
@@ -91,11 +90,9 @@ def test_all_processes_find_the_same_schedule(
 ) -> None:
     """The order of sets and dicts of strings differs between processes."""
     words = ["search", "--p2p", "0.3", "--memory", "3"]
-    environment = {"PYTHONHASHSEED": "1", "COLUMNS": "160"}
-    monkeypatch.setenv("COLUMNS", environment["COLUMNS"])
+    monkeypatch.setenv("COLUMNS", "160")
     main(words)
-    command = [sys.executable, "-m", "workbench.drawing", *words]
-    other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    other = run("-m", "workbench.drawing", *words, PYTHONHASHSEED="1").stdout
     assert capsys.readouterr().out == other
     assert other.startswith("search, ")
 
