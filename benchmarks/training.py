@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -44,6 +42,7 @@ from benchmarks.workload import (
     require_gpus,
     run_config,
     torch_adamw,
+    torch_step,
     transformers_step,
 )
 from conformance.adapters.loop import norm_of_mixed
@@ -150,24 +149,9 @@ def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any
     materialise(model, device, initial_weights(model_config(), config.training.seed))
     parallelize_module(model, init_device_mesh(device.type, (RANKS,)), parallelize_plan(sequence_parallel))
     optimizer, loader = torch_adamw(model.parameters()), loader_of(config, device)
-
-    def step() -> Tensor:
-        total_loss = torch.zeros((), device=device)
-        for _ in range(MICRO_BATCHES):
-            batch = next(loader)
-            targets = batch.pop("target_ids")  # picotron's loss knows no DTensors
-            with loss_parallel():
-                with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
-                    logits = model(**batch)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
-                loss.backward()
-            total_loss += loss.full_tensor().detach()
-        norm_of_mixed(list(model.parameters()), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total_loss
-
-    return step
+    # Without targets, the model returns logits: picotron's loss knows no DTensors.
+    step = torch_step(model, optimizer, loader, lambda batch: model(**batch), norm_of_mixed)
+    return loss_parallel()(step)
 
 
 def cp() -> list[Comparison]:

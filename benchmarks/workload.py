@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conformance.adapters.loop import whole
 from picotron.config import Config
 from picotron.data.loader import MicroBatchDataLoader, TextRows
 from picotron.data_parallel.data_parallel import DataParallel
@@ -141,7 +142,11 @@ def transformers_step(
     device = device_of(rank)
     model = wrap(transformers_model(device, dp_size))
     loader = loader_of(run_config({"dp_size": dp_size}), device)
-    return torch_step(model, torch_adamw(model.parameters(), optimizer), loader)
+
+    def logits_of(batch: dict[str, Any]) -> Tensor:
+        return model(input_ids=batch["input_ids"], use_cache=False).logits
+
+    return torch_step(model, torch_adamw(model.parameters(), optimizer), loader, logits_of)
 
 
 def transformers_model(device: torch.device, dp_size: int) -> Any:
@@ -156,22 +161,33 @@ def transformers_model(device: torch.device, dp_size: int) -> Any:
     return model
 
 
-def torch_step(model: Any, optimizer: torch.optim.Optimizer, loader: MicroBatchDataLoader) -> Callable[[], Any]:
-    """Return a step of transformers' model; in DistributedDataParallel, only the last micro-batch reduces gradients."""
+def torch_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    loader: MicroBatchDataLoader,
+    logits_of: Callable[[dict[str, Any]], Tensor],
+    clip: Callable[[list[Any], float], Tensor] = torch.nn.utils.clip_grad_norm_,
+) -> Callable[[], Any]:
+    """Return a step of a model; in DistributedDataParallel, only the last micro-batch reduces gradients.
+
+    Args:
+        logits_of: function of a micro-batch without its targets.
+        clip: see `train` of conformance/adapters/loop.py.
+    """
 
     def step() -> Tensor:
         total_loss = torch.zeros(())
         for i in range(MICRO_BATCHES):
             batch = next(loader)
-            ids, targets = batch["input_ids"], batch["target_ids"]
+            targets = batch.pop("target_ids")
             accumulates = isinstance(model, DistributedDataParallel) and i < MICRO_BATCHES - 1
             with model.no_sync() if accumulates else contextlib.nullcontext():
-                with torch.autocast(ids.device.type, torch.bfloat16, enabled=ON_GPU):
-                    logits = model(input_ids=ids, use_cache=False).logits
+                with torch.autocast(targets.device.type, torch.bfloat16, enabled=ON_GPU):
+                    logits = logits_of(batch)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / MICRO_BATCHES
                 loss.backward()
-            total_loss = total_loss.to(loss.device) + loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            total_loss = total_loss.to(loss.device) + whole(loss.detach())
+        clip(list(model.parameters()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return total_loss
