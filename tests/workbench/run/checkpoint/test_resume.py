@@ -1,78 +1,50 @@
 """Runs that were killed, stopped or out of disk space resume exactly, in worker processes and as programs."""
 
 import os
-import random
 import signal
-import threading
-import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerError, WorkerPool
-from picotron.config import Training
+from picotron.config import Config, Training
 from tests.support.checkpoints import run_config, tensors_of, train
 from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
-from workbench.files import UNFINISHED
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.run_folder import checkpoint_folder, checkpoint_folders
 
-KILLS = 2
+
+def train_until_killed(config: Config, model_config: LlamaConfig, name: str, calls: int) -> None:
+    """Train until this rank would call a function of `os` more than so many times."""
+    function, remaining = getattr(os, name), iter(range(calls))
+
+    def call_or_die(*arguments: Any, **options: Any) -> Any:
+        if next(remaining, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    with mock.patch.object(os, name, call_or_die):
+        train(config, model_config)
 
 
-def kill_in_a_while(pool: WorkerPool, save_dir: Path, steps: int, delay: float, writing: bool) -> None:
-    """Send SIGKILL to all processes of the pool `delay` seconds after `steps` more checkpoints exist than now.
-
-    Args:
-        writing: whether to wait until a checkpoint is being written.
-    """
-    goal = max(checkpoint_folders(save_dir), default=0) + steps
-    while max(checkpoint_folders(save_dir), default=0) < goal:
-        time.sleep(0.0005)
-    time.sleep(delay)
-    while True:
-        send(pool, signal.SIGSTOP)
-        coming = checkpoint_folder(save_dir, max(checkpoint_folders(save_dir)) + 1)
-        if not writing or coming.with_name(coming.name + UNFINISHED).exists():
-            break
-        send(pool, signal.SIGCONT)
-        time.sleep(0.0005)
-    send(pool, signal.SIGKILL)
-
-
-def send(pool: WorkerPool, number: int) -> None:
-    for process in pool.processes:
-        os.kill(process.pid, number)
-
-
-@pytest.mark.processes
-def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    """Kill two ranks that save every step at random moments, also while they write; restart the run each time."""
-    pool, generator, unfinished = WorkerPool(), random.Random(0), 0
-    model, layout = tiny_llama(), "pp2"
-    steps = 10 + 4 * KILLS
+def test_killed_and_resumed_run_equals_an_uninterrupted_run(pool: WorkerPool, tmp_path: Path) -> None:
+    """A run of two ranks that save every step is killed while it deletes a checkpoint, and while it writes one."""
+    model, steps = tiny_llama(), 8
     keys = {"training__total_train_steps": steps, "checkpoint__save_frequency": 1, "checkpoint__load_path": "latest"}
-    config = run_config(tmp_path / "killed", layout, checkpoint__keep_last=3, **keys)
-    try:
-        for kill in range(KILLS):
-            moment = generator.randrange(1, 4), generator.random() * 0.04, kill % 2 == 0
-            killer = threading.Thread(target=kill_in_a_while, args=(pool, tmp_path / "killed", *moment), daemon=True)
-            killer.start()
-            with pytest.raises(WorkerError, match="the worker died"):
-                pool.run(train, 2, config, model)
-            killer.join()
-            unfinished += len(list((tmp_path / "killed").glob("*.unfinished")))
-        went_on_from = max(checkpoint_folders(tmp_path / "killed"))
-        (result, _) = pool.run(train, 2, config, model)
-        (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", layout, **keys), model)
-    finally:
-        pool.close()
-    assert KILLS <= went_on_from < steps
-    assert unfinished >= KILLS / 2  # these runs were killed while they wrote
+    config = run_config(tmp_path / "killed", "pp2", checkpoint__keep_last=3, **keys)
+    for name, calls in (("unlink", 3), ("fsync", 17)):  # 13 calls for each checkpoint
+        with pytest.raises(WorkerError, match="the worker died"):
+            pool.run(train_until_killed, 2, config, model, name, calls)
+        assert list((tmp_path / "killed").glob("*.unfinished"))
+    went_on_from = max(checkpoint_folders(tmp_path / "killed"))
+    (result, _) = pool.run(train, 2, config, model)
+    (whole, _) = pool.run(train, 2, run_config(tmp_path / "whole", "pp2", **keys), model)
     assert result["losses"] == whole["losses"][went_on_from:]
     assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
     assert len(list((tmp_path / "killed").iterdir())) == 3
