@@ -34,8 +34,7 @@ def train(config: Config, teacher: str) -> tuple[list[dict[str, float]], dict[st
 
 def config_of(folder: Path, layout: str) -> Config:
     keys = {"checkpoint__save_dir": folder / "run", "training__seq_length": LENGTH, "training__total_train_steps": 2}
-    keys |= {"training__warmup_steps": 0, "training__weight_decay": 0, "training__lr_scheduler": "constant"}
-    keys |= {"model__name": folder / "student", "dataset__name": "python-stdlib"}
+    keys |= {"training__weight_decay": 0, "model__name": folder / "student", "dataset__name": "python-stdlib"}
     config, _, _ = read_config(["--teacher", "none", *words(layout, ROWS, **keys)])
     return config
 

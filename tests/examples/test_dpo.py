@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from conformance.worker_pool import WorkerPool
 from examples.dpo import learn, read_config, read_pairs
 from picotron.config import Config
 from picotron.console import UserError
 from tests.fuzz.chat_templates import CHATML
-from tests.support.examples import load, make_trainer, results, save_model, train_reference, words
+from tests.support.examples import load, log_probs, make_trainer, results, save_model, train_reference, words
 from tests.support.oracle import assert_close
 from tests.support.samples import marked, with_template, write_jsonl
 from workbench.own_loops.trainer import Data, fingerprint
@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, save_dir: Path, layout: str, **keys: Any) -> Config:
     keys = {"dataset__name": folder / "pairs.jsonl", "training__seq_length": LENGTH, **keys}
-    keys |= {"training__learning_rate": 5e-4, "training__warmup_steps": 0, "training__lr_scheduler": "constant"}
     keys |= {"model__name": folder / "model", "checkpoint__save_dir": save_dir, "training__total_train_steps": 3}
+    keys |= {"training__learning_rate": 5e-4}
     config, beta = read_config([*words(layout, 2 * len(PAIRS), **keys), "--beta", str(BETA)])
     assert beta == BETA
     return config
@@ -56,15 +56,6 @@ def train(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     return results(trainer)
 
 
-def log_prob(model: LlamaForCausalLM, tokenizer: Any, prompt: str, answer: str) -> Tensor:
-    """Return the log-probability of an answer with its end token: one text, one model, no padding."""
-    text = tokenizer(prompt + answer, return_offsets_mapping=True)
-    ids = torch.tensor([*text["input_ids"], tokenizer.eos_token_id])
-    first = sum(end <= len(prompt) for _, end in text["offset_mapping"])
-    log_probs = model(ids[None, :-1]).logits[0].log_softmax(-1)
-    return log_probs[range(first - 1, len(ids) - 1), ids[first:]].sum()
-
-
 def expected(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Train with transformers' model, torch's AdamW and equation 7 of the paper. Returns records and weights."""
     model, reference = (load(config.model.name) for _ in range(2))
@@ -74,7 +65,8 @@ def expected(config: Config) -> tuple[list[dict[str, float]], dict[str, Tensor]]
         rewards = []
         for pair in PAIRS:
             for answer in ("chosen", "rejected"):
-                new, old = (log_prob(each, tokenizer, pair["prompt"], pair[answer]) for each in (model, reference))
+                texts = pair["prompt"], pair[answer]
+                new, old = (log_probs(each, tokenizer, *texts).sum() for each in (model, reference))
                 rewards.append(BETA * (new - old.detach()))
         chosen, rejected = torch.stack(rewards).view(-1, 2).T
         margin = chosen - rejected

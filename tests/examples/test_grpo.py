@@ -19,7 +19,7 @@ from examples.brackets.rewards import correct
 from examples.grpo import TOY, Prompt, Task, data_of, learn, read_config, read_task
 from picotron.console import UserError
 from tests.fuzz.chat_templates import CHATML, TOOLS
-from tests.support.examples import load, make_trainer, results, save_model, save_weights
+from tests.support.examples import load, log_probs, make_trainer, results, save_model, save_weights
 from tests.support.oracle import assert_close
 from tests.support.program import options
 from tests.support.samples import messages, read_jsonl, with_template, write_jsonl
@@ -86,13 +86,8 @@ def test_the_second_update_with_the_same_samples_is_that_of_transformers(pool: W
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     terms = []  # of each token: loss, divergence and change of the probability
     for line, advantage in zip(lines, advantages, strict=True):
-        first = len(tokenizer(line["prompt"])["input_ids"])
-        text = line["prompt"] + line["completion"] + (tokenizer.eos_token if line["ended"] else "")
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        new, old = (
-            each(ids).logits.log_softmax(-1)[0, range(first - 1, ids.shape[1] - 1), ids[0, first:]]
-            for each in (model, reference)
-        )
+        texts = line["prompt"], line["completion"]
+        new, old = (log_probs(each, tokenizer, *texts, line["ended"]) for each in (model, reference))
         ratio = (new - old).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         terms.append(torch.stack([loss, 1 / ratio - 1 - (old - new), (ratio - 1).abs()]))

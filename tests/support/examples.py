@@ -33,17 +33,28 @@ def save_model(folder: Path, seed: int = 0, **changes: Any) -> str:
 
 
 def words(layout: str, batch: int, **keys: Any) -> list[str]:
-    """Return the command line of a run in float64 with two micro-batches; `training__seed=1` sets training.seed."""
+    """Return the command line of a run in float64 with two micro-batches and a constant learning rate;
+    `training__seed=1` sets training.seed.
+    """
     sizes = sizes_of(layout)
     keys = {f"distributed__{axis}_size": size for axis, size in sizes.items()} | keys
     keys |= {"training__micro_batch_size": batch // (2 * sizes["dp"]), "training__gradient_accumulation_steps": 2}
-    keys |= {"model__dtype": "float64"}
+    keys |= {"model__dtype": "float64", "training__warmup_steps": 0, "training__lr_scheduler": "constant"}
     return options(keys)
 
 
 def load(folder: Path | str) -> Any:
     """Load a model with transformers, in float64."""
     return with_exact_norms(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))
+
+
+def log_probs(model: nn.Module, tokenizer: Any, prompt: str, answer: str, has_end: bool = True) -> Tensor:
+    """Return the log-probability of each token of an answer, also of its end token: one text, one model, no padding."""
+    text = tokenizer(prompt + answer, return_offsets_mapping=True)
+    ids = torch.tensor([*text["input_ids"], *[tokenizer.eos_token_id] * has_end])
+    first = sum(end <= len(prompt) for _, end in text["offset_mapping"])
+    found = model(ids[None, :-1]).logits[0].log_softmax(-1)
+    return found[range(first - 1, len(ids) - 1), ids[first:]]
 
 
 def train_reference(

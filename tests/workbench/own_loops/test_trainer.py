@@ -53,13 +53,17 @@ def config_of(folder: Path, layout: str = "", model: LlamaConfig | None = None, 
     return make_config(layout, model__name=str(folder / "model"), checkpoint__save_dir=str(folder / "run"), **keys)
 
 
+def random_data(config: Config) -> Data:
+    return Data("", None, random_rows(config))
+
+
 def train_twice(*configs: Config) -> None:
     """Train in one process as in a notebook: with `set_up`, and again, and go on. A step has the batches of two, and
     the program changes weights after it.
     """
     handlers, losses = [signal.getsignal(each) for each in STOP_SIGNALS], []
     for config in configs:
-        with set_up(config, Data("", None, random_rows(config))) as trainer:
+        with set_up(config, random_data(config)) as trainer:
             read = trainer.next_batches
             for _ in trainer.steps():
                 losses.append(trainer.train([*read(), *read()])["loss"])
@@ -74,7 +78,7 @@ def train_twice(*configs: Config) -> None:
 def move_biases(config: Config) -> None:
     """Move the biases of routers, if these are not frozen, by the tokens of steps that were not given up."""
     for frozen in ("", "lm_head"):
-        trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name, part=frozen: part not in name)
+        trainer = make_trainer(config, random_data(config), lambda name, part=frozen: part not in name)
         with pytest.raises(ZeroDivisionError):
             trainer.train(trainer.next_batches(), lambda *_: 1 / 0)  # type: ignore[arg-type]
         assert not any(each.load for each in trainer.model.modules() if isinstance(each, Experts))
@@ -93,7 +97,7 @@ def train_two_experts(config: Config) -> list[float]:
     """Return the losses of two steps that train an expert of each ep rank, in different layers, and nothing else."""
     trained = "layers.1.mlp.experts.7.", "layers.2.mlp.experts.0."
     frozen = lambda name: not any(part in name for part in trained)  # noqa: E731
-    trainer = make_trainer(config, Data("", None, random_rows(config)), frozen)
+    trainer = make_trainer(config, random_data(config), frozen)
     return [trainer.train(trainer.next_batches())["loss"] for _ in range(2)]
 
 
@@ -106,7 +110,7 @@ def test_ep_ranks_that_train_different_experts_equal_one_process(pool: WorkerPoo
 
 def saved_for_the_head(config: Config) -> int:
     """Return the bytes that a step saves for backward if it trains the head only."""
-    trainer = make_trainer(config, Data("", None, random_rows(config)), lambda name: "lm_head" not in name)
+    trainer = make_trainer(config, random_data(config), lambda name: "lm_head" not in name)
     saved = SavedBytes(trainer.model)
     with saved.hooks():
         trainer.train(trainer.next_batches())
@@ -129,7 +133,7 @@ def test_processes_set_up_one_run_after_the_other(tmp_path: Path) -> None:
 def test_a_cell_that_has_failed_runs_again_and_frees_its_model(tmp_path: Path) -> None:
     config, models, handler = config_of(tmp_path), [], signal.getsignal(signal.SIGINT)
     for _ in range(3):
-        with contextlib.suppress(EOFError), set_up(config, Data("", None, random_rows(config))) as trainer:
+        with contextlib.suppress(EOFError), set_up(config, random_data(config)) as trainer:
             models.append(weakref.ref(trainer.model))
             assert not any(model() for model in models[:-2])  # although Python collects garbage seldom
             batches, numbers = trainer.next_batches(), []
@@ -155,7 +159,7 @@ def test_runs_of_one_process_leave_no_model_and_no_lock(tmp_path: Path) -> None:
 
     def train() -> None:
         claim_save_dir(config)
-        trainer = Trainer(config, connect(config), Data("", None, random_rows(config)))
+        trainer = Trainer(config, connect(config), random_data(config))
         trainer.train(trainer.next_batches())
         models.append(weakref.ref(trainer.model))
         dist.destroy_process_group()

@@ -20,13 +20,13 @@ from tests.fuzz.pipelines import D, data_of, modules_of, pipeline_of, received
 from tests.support.nccl_programs import recorded_rank
 from tests.support.oracle import make_config, tiny_llama
 from tests.support.training import CPU, stage_of
+from tests.workbench.pipelines.test_nccl_order import assert_finishes
 from workbench.pipelines.engine import BatchList
 from workbench.pipelines.executor import Executor, StepState
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.pipelines.split_backward import defer_weight_grads, run_deferred, split_backward
 from workbench.schedules.actions import Action
 from workbench.schedules.nccl_calls import operations
-from workbench.schedules.nccl_order import Play
 from workbench.schedules.schedules import build
 
 
@@ -64,8 +64,7 @@ def test_messages_of_several_tensors_finish_on_nccl(engine: str, monkeypatch: py
             model = DataParallelBucket(pipeline)
             Executor(pipeline.schedule)(model, BatchList(data_of(m)), CPU)
         programs.append(program)
-    for one_at_a_time in (False, True):
-        Play(programs, one_at_a_time=one_at_a_time).run()
+    assert_finishes(programs)
     sent = [operation for operation in operations(programs[0]) if operation.is_batch]
     assert {len(operation.parts) for operation in sent} <= {1, 2, 3}
     masks = [part.tensor for operation in sent for part in operation.parts if "bool" in part.tensor]

@@ -229,7 +229,7 @@ def test_tokens_of_a_long_document_are_those_of_its_whole_text(
     tokenizer, text = AutoTokenizer.from_pretrained(other), DOCUMENT if kind == "WordPiece" else DOCUMENT + EMOJI
     name = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
     config = make_config(dataset__name=name, model__tokenizer=str(other))
-    tokens = np.fromfile(write_tokens(config, tiny_llama(vocab_size=480)) / "tokens.uint16", np.uint16)
+    tokens = load_tokens(config, tiny_llama(vocab_size=480))
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     start = [token for token in tokenizer(text)["input_ids"][:1] if token == tokenizer.bos_token_id]
     assert tokens.tolist() == [*start, *whole, tokenizer.eos_token_id]
