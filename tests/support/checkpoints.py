@@ -74,3 +74,12 @@ def tensors_of(folder: Path, kind: str) -> dict[str, Tensor]:
         if path.name[len(kind)] in "-."
         for name, t in load_file(path).items()
     }
+
+
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    """Check that two checkpoints have the same bits; those without master weights have none in both."""
+    for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
+        found, expected = tensors_of(ours, kind), tensors_of(theirs, kind)
+        assert expected or kind == "master"
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(each) for name, each in expected.items()), kind

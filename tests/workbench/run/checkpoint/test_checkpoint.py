@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.checkpoints import BATCH, Run, first_half, model_of, run_config, tensors_of
+from tests.support.checkpoints import BATCH, Run, assert_same_tensors, first_half, model_of, run_config, tensors_of
 from tests.support.samples import write_jsonl
 from workbench.run.checkpoint.checkpoint import read_state
 from workbench.run.run_folder import checkpoint_folders
@@ -34,9 +34,7 @@ def test_bfloat16_checkpoint_preserves_master_weights(run: Run, tmp_path: Path) 
 
     result = run(run_config(tmp_path / "run", layout, checkpoint__load_path="latest"), model)
     assert result["losses"] == whole["losses"][5:]
-    for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (tensors_of(tmp_path / name / "step_00000010", kind) for name in ("run", "whole"))
-        assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert_same_tensors(*(tmp_path / name / "step_00000010" for name in ("run", "whole")))
 
     # A negligible learning rate in a different layout: the weights are written as they were read.
     still = {"training__learning_rate": 1e-30, "training__weight_decay": 0.0, "checkpoint__load_path": str(half)}

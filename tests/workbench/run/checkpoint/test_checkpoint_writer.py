@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from conformance.worker_pool import WorkerPool
 from picotron.config import Config
 from picotron.optimizer import AdamW
-from tests.support.checkpoints import Run, first_half, mistake, model_of, run_config, tensors_of, train
+from tests.support.checkpoints import Run, assert_same_tensors, first_half, mistake, model_of, run_config, train
 from workbench.run.checkpoint import safetensors_folder, writer
 from workbench.run.checkpoint.writer import CheckpointWriter
 from workbench.run.metrics import Progress
@@ -42,10 +42,7 @@ def test_checkpoints_of_a_thread_are_those_of_their_steps_and_share_buffers(pool
     config = first_half(tmp_path / "async", layout, checkpoint__async_save=True, **frequent)
     addresses = pool.run(train_and_write_the_first_checkpoint_late, 4, config, model)
     for step in (1, 2):
-        for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
-            expected, found = (tensors_of(checkpoint_folder(tmp_path / name, step), kind) for name in ("sync", "async"))
-            assert expected
-            assert all(found[name].equal(each) for name, each in expected.items()), (step, kind)
+        assert_same_tensors(*(checkpoint_folder(tmp_path / name, step) for name in ("async", "sync")))
     for rank, (first, *others) in enumerate(addresses):
         assert others == [first] * 4
         assert bool(first) == (rank < 2)  # ranks with dp rank 1 save nothing

@@ -8,12 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from conformance.worker_pool import WorkerError, WorkerPool
 from picotron.config import Config, Training
-from tests.support.checkpoints import run_config, tensors_of, train
+from tests.support.checkpoints import assert_same_tensors, run_config, train
 from tests.support.oracle import tiny_llama
 from tests.support.program import TORCHRUN, arguments, changed_program, metrics, run
 from workbench.run.checkpoint.checkpoint import Checkpoint
@@ -48,9 +47,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(pool: WorkerPool, tm
     assert result["losses"] == whole["losses"][went_on_from:]
     assert list(checkpoint_folders(tmp_path / "killed")) == [steps - 2, steps - 1, steps]
     assert len(list((tmp_path / "killed").iterdir())) == 3
-    for kind in ("model", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (tensors_of(checkpoint_folder(tmp_path / name, steps), kind) for name in ("killed", "whole"))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_tensors(*(checkpoint_folder(tmp_path / name, steps) for name in ("killed", "whole")))
 
 
 def test_a_learning_rate_that_jumps_or_is_high_for_trained_weights_is_a_warning(
