@@ -155,12 +155,13 @@ class AdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with the master weights that are not the weights themselves, as `master`."""
         found = super().state_dict()
+        states = found["state"]
         numbers = {
             master: i for i, master in enumerate(each for group in self.param_groups for each in group["params"])
         }
         for parameter, master in self.masters.items():
-            if master.dtype != parameter.dtype and numbers.get(master) in found["state"]:
-                found["state"][numbers[master]] = {**found["state"][numbers[master]], "master": master.detach()}
+            if master.dtype != parameter.dtype and numbers.get(master) in states:
+                states[numbers[master]] = states[numbers[master]] | {"master": master.detach()}
         return found
 
     @torch.no_grad()
@@ -216,8 +217,8 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             parts[copies(each)] += gradient.flatten().split(NORM_PART) if gradient.is_cpu else [gradient]
     square = torch.zeros((), dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     for number, tensors in parts.items():
-        # float64, also because stages can have different dtypes
-        square += torch.stack(torch._foreach_norm(tensors)).double().square().sum() / number
+        # float64, also because stages can have different dtypes; not in place: with gloo, the 0 is on the CPU
+        square = square + torch.stack(torch._foreach_norm(tensors)).double().square().sum() / number
     return square
 
 

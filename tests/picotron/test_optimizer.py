@@ -92,3 +92,10 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     model = DataParallelNaive(nn.Linear(2**12, 2**12, bias=False))
     gradient = main_grad(model.module.weight).normal_()
     assert_close(clip_grad_norm(model, None).double(), gradient.double().norm(), 1e-5)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_the_norm_is_computed_where_the_gradients_are() -> None:
+    """As on a GPU with `distributed.backend=gloo`."""
+    model = DataParallelNaive(nn.Linear(2, 2, device="meta"))
+    assert clip_grad_norm(model, 1.0).device == main_grad(model.module.weight).device
