@@ -28,10 +28,12 @@ class PackedDocuments:
             row and with those of all context-parallel ranks, followed by B T. Every row begins a document.
         cu_seqlens: the same, (documents + 1,) in int32, on the device. (The name is that of the kernels' argument: the
             cumulative sequence lengths.)
+        has_kernel: whether the device has the kernel for documents of different lengths, in bfloat16.
     """
 
     boundaries: tuple[int, ...]
     cu_seqlens: Tensor
+    has_kernel: bool
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> "PackedDocuments":
@@ -40,7 +42,8 @@ class PackedDocuments:
         Args:
             cu_seqlens: the boundaries on the CPU. (From a GPU, the CPU would wait for them.)
         """
-        return cls(tuple(cu_seqlens.tolist()), cu_seqlens.to(device, torch.int32, non_blocking=True))
+        has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
+        return cls(tuple(cu_seqlens.tolist()), cu_seqlens.to(device, torch.int32, non_blocking=True), has_kernel)
 
 
 def limit_to_documents(llama: Llama, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +77,7 @@ def packed_attention(
 
     q (B, H, T, d); k, v (B, K, T, d), where H is a multiple of K -> (B, H, T, d)
     """
-    if attention_fn is not fused_attention or not q.is_cuda or q.dtype != torch.bfloat16:
+    if attention_fn is not fused_attention or not documents.has_kernel or q.dtype != torch.bfloat16:
         return attend_per_document(q, k, v, documents, attention_fn)
     from torch.nn.attention.varlen import varlen_attn  # earlier versions of torch, which suffice for CPUs, lack it
 

@@ -1,6 +1,7 @@
 """Compiled layers: what selective recomputation keeps of them, and one graph for all lengths of documents."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -64,3 +65,9 @@ def test_other_lengths_do_not_compile_again() -> None:
     for boundaries in (BOUNDARIES, [0, 2, 7, 24, 36, 47, 48], [0, 24, 48], [0, 1, 2, 3, 24, 30, 48]):
         attend = functools.partial(packed_attention, documents=documents_of(boundaries))
         assert_close(compiled(x, cos, sin, attend).detach(), layer(x, cos, sin, attend).detach())
+
+
+@pytest.mark.parametrize(("capability", "has_kernel"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_attend_per_document(capability: tuple[int, int], has_kernel: bool) -> None:
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        assert PackedDocuments.of(mock.MagicMock(), torch.device("cuda")).has_kernel == has_kernel
