@@ -135,6 +135,7 @@ def _run_rank(environment: dict[str, str], log: bool, payload: bytes) -> None:
         function, dtype, seed = pickle.loads(payload)
         torch.set_default_dtype(dtype)
         torch.set_rng_state(seed)
+        torch.cuda.manual_seed_all(torch.initial_seed())  # when CUDA starts
         function()
 
     atexit.register(_flush_files)

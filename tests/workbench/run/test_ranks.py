@@ -112,6 +112,18 @@ cell = 3
 run_ranks(2, work)
 """
 
+SEEDS = """
+import torch
+from workbench.run.ranks import run_ranks
+torch.cuda.manual_seed_all = lambda seed: print("seed of GPUs:", seed)
+
+def work(): pass
+
+if __name__ == "__main__":
+    torch.manual_seed(5)
+    run_ranks(2, work)
+"""
+
 
 def processes_of(session: int) -> int:
     table = subprocess.run(["ps", "-eo", "sid,stat"], capture_output=True, text=True, check=True).stdout
@@ -171,6 +183,12 @@ def test_a_function_that_cannot_be_sent_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(UserError, match="cannot be sent to the ranks"):
         run_ranks(2, lambda: bool(lock))
+
+
+@pytest.mark.processes
+def test_ranks_draw_with_the_seed_of_their_program_on_gpus_too(tmp_path: Path) -> None:
+    (tmp_path / "seeds.py").write_text(SEEDS)
+    assert run(tmp_path / "seeds.py", PYTHONPATH=os.getcwd()).stdout.splitlines() == ["seed of GPUs: 5"] * 3
 
 
 @pytest.mark.linux
