@@ -5,6 +5,7 @@ or `contiguous`, `ring`, `all_gather` or `ulysses`, `zero1` or `zero3`.
 """
 
 import logging
+import os
 import shutil
 from typing import Any
 
@@ -67,8 +68,9 @@ def config_of(case: Case) -> Config:
     rows, left = divmod(sequences, case.micro_batches * case.sizes["dp"])
     case.require(not left, f"{sequences} sequences do not divide into the micro-batches")
     checkpoints = [] if case.load is None else list(checkpoint_folders(case.load).values())
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
     return parse_config({
-        "distributed": keys_of(layout) | {"use_cpu": not torch.cuda.is_available()},
+        "distributed": keys_of(layout) | {"use_cpu": gpus < ranks},
         "model": {"name": str(case.model_folder), "dtype": case.dtype, "pretrained": True},
         "training": {
             "seq_length": length, "micro_batch_size": rows, "gradient_accumulation_steps": case.micro_batches,

@@ -3,10 +3,13 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
-from conformance.case import sizes_of
+from conformance.adapters.picotron import config_of
+from conformance.case import Case, sizes_of
 from conformance.check import Checker
 from conformance.grid import ADAPTER, LAYOUTS, LIMIT, errors_of
 from conformance.models import WITH_EXPERTS
@@ -23,6 +26,14 @@ SOME = "cp2 contiguous ring zero1 untied kv1 qwen3"
 def test_ten_steps_equal_one_process() -> None:
     errors = errors_of(Checker(ADAPTER, timeout=120), SOME)
     assert max(errors.values()) <= LIMIT, errors
+
+
+def test_ranks_use_gpus_if_each_of_a_machine_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(Case, "batch", lambda *_: {"input_ids": torch.zeros(2, 8)})
+    for gpus in range(4):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert config_of(Case("run", "dp2", tmp_path)).distributed.use_cpu == (gpus < 2)
 
 
 def choices(sizes: dict[str, int], family: str) -> list[tuple[str, ...]]:
