@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from conformance import grid
 from conformance.adapters.picotron import config_of
 from conformance.case import Case, sizes_of
 from conformance.check import Checker
@@ -34,6 +36,13 @@ def test_ranks_use_gpus_if_each_of_a_machine_has_one(tmp_path: Path, monkeypatch
     for gpus in range(4):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert config_of(Case("run", "dp2", tmp_path)).distributed.use_cpu == (gpus < 2)
+
+
+def test_the_grid_is_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(grid, "Checker", lambda *_, **__: None)
+    assert grid.main(["no layout"]) == 1
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def choices(sizes: dict[str, int], family: str) -> list[tuple[str, ...]]:
