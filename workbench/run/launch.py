@@ -134,6 +134,12 @@ def set_up_device(config: Config) -> torch.device:
         # some versions of torch read it when they are imported.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(local_rank)
+    layout, has_blocks = config.distributed, torch.cuda.get_device_capability() >= (8, 0)  # in bfloat16: Ampere
+    if layout.cp_size > 1 and layout.cp_engine != "ulysses" and config.model.dtype == "bfloat16" and not has_blocks:
+        raise UserError(
+            f"distributed.cp_engine={layout.cp_engine!r} has no kernel for model.dtype='bfloat16' on "
+            f"{torch.cuda.get_device_name()}; use model.dtype='float16', or cp_engine='ulysses'"
+        )
     return torch.device("cuda", local_rank)
 
 

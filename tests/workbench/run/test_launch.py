@@ -130,8 +130,18 @@ def test_gpu_memory_grows_in_place_unless_the_user_has_settings(
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     real = torch._C._accelerator_setAllocatorSettings
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: calls.append(text) or real(text))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert set_up_device(make_config(distributed__use_cpu=False)) == torch.device("cuda", 0)
     assert calls == ([] if variable else ["expandable_segments:True"]) + [0]  # before the device gets its first memory
+
+
+def test_blocks_of_attention_in_bfloat16_need_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"device_count": 1, "set_device": None, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    config = make_config("cp2", distributed__use_cpu=False, model__dtype="bfloat16")
+    with pytest.raises(UserError, match="'bfloat16' on Tesla T4"):
+        set_up_device(config)
 
 
 @pytest.mark.parametrize(("backend", "is_bound"), [(None, True), ("gloo", False)])
