@@ -9,7 +9,7 @@ import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -291,8 +291,13 @@ def main(arguments: Sequence[str] | None = None, description: str | None = None)
     )
     options = parser.parse_args(arguments)
     try:
-        runs = [read_run(job) for job in find_jobs(options.inp_dir)]
-        rows = [table_row(run, options.warmup) for run in runs]
+        runs, rows = [], []
+        for job in find_jobs(options.inp_dir):
+            run = read_run(job)
+            rows.append(table_row(run, options.warmup))
+            # The fields that are not drawn would take most of the memory.
+            drawn = [{key: each.get(key) for key in ("step", "loss", "eval_loss")} for each in run.records]
+            runs.append(replace(run, records=drawn))
         varied = {key: values for key, values in varied_keys(runs).items() if key not in OWN_KEYS.split()}
         for i, row in enumerate(rows):
             row |= {key: values[i] for key, values in varied.items() if values[i] is not None}

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -146,6 +147,19 @@ def test_a_loss_that_can_be_negative_does_not_diverge_and_is_drawn_as_a_whole(tm
     job(tmp_path / "grpo", [record(i, 10.0, loss) for i, loss in enumerate((-0.06, -0.1, -0.01), 1)], "completed")
     assert extract(tmp_path)["grpo"]["status"] == "completed"
     assert limits_of_losses(tmp_path)[1] > -0.01
+
+
+def test_memory_is_that_of_one_run_and_of_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extract_metrics, "draw", lambda *_: None)
+    peaks = []
+    for count in (1, 10):
+        for i in range(count):
+            job(tmp_path / str(count) / str(i), steps(1000))
+        tracemalloc.start()
+        extract_metrics.main(["--inp_dir", str(tmp_path / str(count))])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 4 * peaks[0]
 
 
 def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
