@@ -41,6 +41,7 @@ OWN_KEYS = """
 """
 STYLES = ("-", "--", "-.", ":")
 MOST_BARS = 60
+MOST_NAMES = 300  # beside the curves; with more, the picture would be too wide to be opened
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,10 @@ def draw_losses(runs: Sequence[Run], figure: Any) -> None:
         axes.set_ylim(lowest - 0.05 * (highest - lowest), highest)  # a diverged run would flatten all others
     axes.set(xlabel="step\nline: training; dot: evaluation", ylabel="loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    columns = 1 + len(runs) // 30
+    named = len(runs) <= MOST_NAMES
+    columns = 1 + len(runs) // 30 * named
     figure.set_figwidth(5.5 + 2.5 * columns)
-    if groups:  # matplotlib warns of a legend without names
+    if groups and named:  # matplotlib warns of a legend without names
         figure.legend(loc="outside right upper", fontsize=7, ncols=columns)
 
 

@@ -162,6 +162,13 @@ def test_memory_is_that_of_one_run_and_of_the_curves(tmp_path: Path, monkeypatch
     assert peaks[1] < 4 * peaks[0]
 
 
+def test_a_picture_of_thousands_of_runs_can_be_opened(tmp_path: Path) -> None:
+    run = extract_metrics.read_run(job(tmp_path / "one", steps(2)))
+    figure = Figure()
+    extract_metrics.draw_losses([run] * 5000, figure)
+    assert (figure.get_figwidth() < 40, len(figure.axes[0].lines)) == (True, 2 * 5000)
+
+
 def test_keys_that_the_sweep_varies_are_columns(tmp_path: Path) -> None:
     for rate in ("0.1", "0.01"):
         file = job(tmp_path / f"lr{rate}", steps(1)).config_file
