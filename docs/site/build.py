@@ -195,4 +195,6 @@ if __name__ == "__main__":
         build(Path("site"), this_checkout(), parser.parse_args().pyodide)
     except UserError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}; work in a clone of this repository that you may write to")
     print("site/index.html; to see it: python -m http.server --directory site")

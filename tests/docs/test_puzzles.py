@@ -110,6 +110,16 @@ def test_adapter_is_checked_function_by_function(
     assert cli.main(["9", "--adapter", str(adapter)], tmp_path) == 0
 
 
+@pytest.mark.parametrize(("words", "folder"), [("puzzles 1 --hint", "runs"), ("docs.site.build", "site")])
+def test_a_clone_that_cannot_be_written_is_a_sentence(words: str, folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).touch()  # in place of a folder
+    start = (
+        f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_module({words.split()[0]!r}, run_name='__main__')"
+    )
+    done = program.run("-c", start, *words.split()[1:], code=1, PYTHONPATH=str(Path.cwd()))
+    assert re.fullmatch(rf"error: {folder}.*: Not a directory; work in a clone .*\n", done.stderr)
+
+
 def test_most_puzzles_need_only_torch() -> None:
     """`make steps` installs no more, except for NumPy. Puzzles 3, 6 and 16 use the trainer's own code."""
     imports = (
