@@ -285,6 +285,11 @@ def sentence_of(error: Exception) -> str | None:
         return str(error)
     if "Too many open files" in str(error):
         return "this process may not open more files; raise the limit, such as by `ulimit -n 4096`"
+    if "failed to map segment from shared object" in str(error):
+        return (
+            "torch.compile writes machine code into a folder that is mounted with noexec; set TORCHINDUCTOR_CACHE_DIR to "
+            "another folder, or training.compile to false"
+        )
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         return (
             f"a process that tokenises has ended ({first_line(error)}), as it does if memory runs out; use a smaller "

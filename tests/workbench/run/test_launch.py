@@ -92,6 +92,8 @@ def test_errors_of_others_and_of_the_system_are_sentences() -> None:
         RuntimeError("[enforce fail at device.cc:186] Too many open files"),
     ):
         assert "ulimit -n" in str(sentence_of(many))
+    unmapped = OSError("/tmp/torchinductor_me/a.so: failed to map segment from shared object.")
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(sentence_of(RuntimeError(f"InductorError: OSError: {unmapped}")))
 
 
 def test_a_port_that_another_program_has_is_named() -> None:
