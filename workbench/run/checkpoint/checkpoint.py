@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,9 +220,10 @@ class Checkpoint:
                 )
         self.folder, self.state = folder, None if weights_only else first
 
-    def has(self, kind: str) -> bool:
-        """Return whether there are tensors of a kind of the optimizer's state, of which none exist before a step."""
-        return self.state is not None and any(name.startswith(kind) for name in self.state.files)
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the tensors of the optimizer's state, of which none exist before a step."""
+        return {re.split("[-.]", name)[0] for name in (self.state.files if self.state else ()) if is_of_optimizer(name)}
 
     def state_in(self, save_dir: str) -> TrainerState | None:
         """Return the trainer's state if the checkpoint is in `save_dir`, so that the run continues in it, else None."""
@@ -252,7 +254,7 @@ class Checkpoint:
                     f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
                     f"machines"
                 )
-        masters = SafetensorsFolder(self.folder, "master") if self.has("master") else None
+        masters = SafetensorsFolder(self.folder, "master") if "master" in self.kinds else None
 
         def read(name: str, shape: torch.Size, index: Index) -> Tensor:
             weight = model.read(names.get(name, name), shape, index)
@@ -289,13 +291,14 @@ class Checkpoint:
         Raises:
             UserError: the checkpoint's run had another optimizer than this one, or has frozen other parameters.
         """
-        if self.state is None or not any(map(is_of_optimizer, self.state.files)):
+        if self.state is None or not self.kinds:
             return
         names = {parameter: name for name, parameter in llama.named_parameters()}
-        if missing := [kind for kind in optimizer.moments if not self.has(kind)]:
+        if self.kinds - {"master"} != {*optimizer.moments}:
             raise UserError(
-                f"{self.folder} has no {missing[0]} of {type(optimizer).__name__}; use the optimizer of the run that wrote it, "
-                f"or export the weights, and start a new run from them"
+                f"{self.folder} has {', '.join(sorted(self.kinds))} of an optimizer, but {type(optimizer).__name__} needs "
+                f"{', '.join(optimizer.moments)}; use the optimizer of the run that wrote it, or export the weights, and "
+                f"start a new run from them"
             )
         moments = {kind: SafetensorsFolder(self.folder, kind) for kind in optimizer.moments}
         readers: dict[str, ReadTensor] = {kind: folder.read for kind, folder in moments.items()}
