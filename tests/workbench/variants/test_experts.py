@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from conformance.models import WITH_EXPERTS, small_config
+from conformance.models import FAMILIES, WITH_EXPERTS, small_config
 from picotron.console import UserError
 from picotron.model.families import model_cost
 from picotron.model.llama import Llama
@@ -40,7 +40,7 @@ def test_router_in_bfloat16_equals_transformers(family: str) -> None:
     assert torch.equal(weights.gather(1, order), their_weights.gather(1, their_order))
 
 
-@pytest.mark.parametrize("family", ["llama", *WITH_EXPERTS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_and_flops_are_those_of_the_model(family: str) -> None:
     """Torch counts only matmuls, so the norms are subtracted, and no causal attention."""
     config = small_config(family, num_hidden_layers=2)
