@@ -40,7 +40,7 @@ from workbench.console import Parser, print_line
 from workbench.pipelines.modules import Message, Pipeline
 from workbench.pipelines.whole_batch import WholeBatchStep
 from workbench.run.config_reader import parse_config
-from workbench.run.launch import connect, exit_on_error
+from workbench.run.launch import connect, exit_on_error, has_gpu_per_rank
 from workbench.schedules.actions import Schedule
 from workbench.schedules.schedules import SCHEDULES, build
 
@@ -203,7 +203,7 @@ def read_options(arguments: list[str]) -> tuple[Config, T5Config, Schedule]:
     options, pp = parser.parse_args(arguments), int(os.environ.get("WORLD_SIZE", 1))
     training = {"total_train_steps": 100, "warmup_steps": 10, "learning_rate": 3e-3}
     training |= {"gradient_accumulation_steps": 8, "micro_batch_size": 16}
-    layout = {"pp_size": pp, "use_cpu": not torch.cuda.is_available()}
+    layout = {"pp_size": pp, "use_cpu": not has_gpu_per_rank()}
     config = parse_config(
         {"distributed": layout, "training": training, "model": {"name": "T5"}, "dataset": {"name": "numbers"}}
     )

@@ -5,7 +5,6 @@ or `contiguous`, `ring`, `all_gather` or `ulysses`, `zero1` or `zero3`.
 """
 
 import logging
-import os
 import shutil
 from typing import Any
 
@@ -28,6 +27,7 @@ from workbench.own_loops.log_probs import log_probs
 from workbench.own_loops.trainer import Data, Trainer, set_up
 from workbench.pipelines.engine import check_run
 from workbench.run.config_reader import parse_config
+from workbench.run.launch import has_gpu_per_rank
 from workbench.run.run_folder import checkpoint_folders
 from workbench.schedules.schedules import SCHEDULES
 
@@ -68,9 +68,8 @@ def config_of(case: Case) -> Config:
     rows, left = divmod(sequences, case.micro_batches * case.sizes["dp"])
     case.require(not left, f"{sequences} sequences do not divide into the micro-batches")
     checkpoints = [] if case.load is None else list(checkpoint_folders(case.load).values())
-    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
     return parse_config({
-        "distributed": keys_of(layout) | {"use_cpu": gpus < ranks},
+        "distributed": keys_of(layout) | {"use_cpu": not has_gpu_per_rank()},
         "model": {"name": str(case.model_folder), "dtype": case.dtype, "pretrained": True},
         "training": {
             "seq_length": length, "micro_batch_size": rows, "gradient_accumulation_steps": case.micro_batches,

@@ -28,7 +28,7 @@ from workbench.pipelines.modules import LlamaStages
 from workbench.run.checkpoint.checkpoint import Checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.config_reader import parse_config
-from workbench.run.launch import check_same, connect
+from workbench.run.launch import check_same, connect, has_gpu_per_rank
 from workbench.run.model_config import end_tokens, load_model_config
 from workbench.run.ranks import run_ranks
 from workbench.run.run_folder import checkpoint_folders
@@ -74,7 +74,7 @@ def load_model(folder: Path, pp_size: int = 1, tp_size: int = 1) -> LlamaStages:
                 "pp_size": pp_size,
                 "tp_size": tp_size,
                 "dp_size": dp_size,
-                "use_cpu": not torch.cuda.is_available(),
+                "use_cpu": not has_gpu_per_rank(),
             },
             "model": {"name": folder.absolute().name},  # machines may have the model in different places
             "training": {"seq_length": 1},  # `generate` checks lengths

@@ -110,6 +110,13 @@ def check_world_size(distributed: Distributed, world_size: int) -> None:
         )
 
 
+def has_gpu_per_rank() -> bool:
+    """Return whether this machine has a GPU for each of its ranks. Else, programs without a key `use_cpu` compute on
+    the CPU.
+    """
+    return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def set_up_device(config: Config) -> torch.device:
     """Select this process's device, and set its number of threads and the level of its log of pipeline actions.
 
