@@ -76,28 +76,18 @@ def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: dict
     Raises:
         UserError: there is no combination.
     """
-    if world_sizes is None:
-        layouts: list[Combination] = [{}]
-        others = _product(choices)
-    else:
+    layouts: list[Combination] = [{}]
+    if world_sizes is not None:
         layouts = _layouts(choices, world_sizes, base)
-        others = _product({key: values for key, values in choices.items() if key not in AXES.values()})
-    if len(layouts) * len(others) > MAX_COMBINATIONS:
-        raise UserError(
-            f"{len(layouts) * len(others):,} combinations are more than {MAX_COMBINATIONS:,}; give fewer values"
-        )
-    return [layout | other for layout in layouts for other in others]
+        choices = {key: values for key, values in choices.items() if key not in AXES.values()}
+    count = len(layouts) * math.prod(map(len, choices.values()))
+    if count > MAX_COMBINATIONS:
+        raise UserError(f"{count:,} combinations are more than {MAX_COMBINATIONS:,}; give fewer values")
+    return [layout | other for layout in layouts for other in _all(choices)]
 
 
 def _all(choices: Choices) -> list[Combination]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-
-
-def _product(choices: Choices) -> list[Combination]:
-    count = math.prod(map(len, choices.values()))
-    if count > MAX_COMBINATIONS:
-        raise UserError(f"{count:,} combinations are more than {MAX_COMBINATIONS:,}; give fewer values")
-    return _all(choices)
 
 
 def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any]) -> list[Combination]:
