@@ -231,29 +231,29 @@ def table(planned: Sequence[PlannedJob], brief: bool = False, gib: float | None 
         brief: whether to omit the layout, which is in the names of `--best`, and the size of a step, which is equal.
         gib: memory of a device, for a column with what is left of the part that a plan may use.
     """
-    left = () if gib is None else ("GiB left",)
-    times = ("s/step", "tokens/s", "MFU") if planned[0].forecast is not None else ()
-    sizes = () if brief else ("dp pp cp tp", "sequences/step", "tokens/step")
-    rows: list[tuple[str, ...]] = [("", *sizes, "parameters/rank", "bubble", "GiB/rank", *left, *times)]
+    rows = []
     digits = 1 if min(p.peak for p in planned) > 4 * GIB else 3
     for p in planned:
         layout, training = p.config.distributed, p.config.training
         dp, mbs, steps = layout.dp_size, training.micro_batch_size, training.gradient_accumulation_steps
         heaviest = max(p.memory, key=lambda memory: memory.total)
         amounts = (heaviest.state, heaviest.total - heaviest.state, heaviest.total)
-        batch = f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}"
-        axes = f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}"
-        rows.append((
-            p.job.name,
-            *(() if brief else (axes, batch, f"{p.config.global_batch_size * training.seq_length:,}")),
-            f"{max(memory.parameters for memory in p.memory):,}",
-            f"{p.bubble:.1%}",
-            "{} + {} = {}".format(*(f"{amount / GIB:.{digits}f}" for amount in amounts)),
-            *(() if gib is None else (f"{USABLE * gib - heaviest.total / GIB:.{digits}f}",)),
-            *(() if p.forecast is None else (
-                f"{p.forecast.step_time:.3f}",
-                p.forecast.rate,
-                "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}",
-            )),
-        ))  # fmt: skip
-    return text_table(rows)
+        row = {"": p.job.name}
+        if not brief:
+            row |= {
+                "dp pp cp tp": f"{dp:2} {layout.pp_size:2} {layout.cp_size:2} {layout.tp_size:2}",
+                "sequences/step": f"{p.config.global_batch_size} = {dp} x {mbs} x {steps}",
+                "tokens/step": f"{p.config.global_batch_size * training.seq_length:,}",
+            }
+        row |= {
+            "parameters/rank": f"{max(memory.parameters for memory in p.memory):,}",
+            "bubble": f"{p.bubble:.1%}",
+            "GiB/rank": "{} + {} = {}".format(*(f"{amount / GIB:.{digits}f}" for amount in amounts)),
+        }
+        if gib is not None:
+            row["GiB left"] = f"{USABLE * gib - heaviest.total / GIB:.{digits}f}"
+        if p.forecast is not None:
+            mfu = "-" if p.forecast.mfu is None else f"{p.forecast.mfu:.1%}"
+            row |= {"s/step": f"{p.forecast.step_time:.3f}", "tokens/s": p.forecast.rate, "MFU": mfu}
+        rows.append(row)
+    return text_table([[*rows[0]], *([*row.values()] for row in rows)])
