@@ -99,8 +99,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def read_config(job: Job) -> Config:
     """Read and check the config of a job, with the overrides of its run."""
-    words = ["--config", str(job.config_file)]
-    return load_config([*words, *job.overrides(load_config(words))])
+    return load_config(job.arguments(load_config(["--config", str(job.config_file)])))
 
 
 def read_configs(jobs: list[Job]) -> dict[Job, Config]:

@@ -6,7 +6,7 @@
                   run/          checkpoint.save_dir of the run: metrics.jsonl, checkpoints, ...
                   log_*         output of the run: log_local.out, or log_123.out for Slurm job 123
 
-Programs that start a job pass `Job.overrides` to train.py. So a sweep can be moved, no two jobs write to the same
+Programs that start a job pass `Job.arguments` to train.py. So a sweep can be moved, no two jobs write to the same
 folder, and a job that has begun continues from its newest checkpoint.
 """
 
@@ -25,6 +25,7 @@ from workbench.run.run_folder import parse_load_path
 
 logger = logging.getLogger("picotron")
 
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 Status = Literal["init", "pending", "running", "completed", "fail", "oom", "timeout", "cancelled", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 ACTIVE = ("pending", "running")
@@ -69,13 +70,14 @@ class Job:
     def run_folder(self) -> Path:
         return self.folder / "run"
 
-    def overrides(self, config: Config) -> list[str]:
-        """Return arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest
+    def arguments(self, config: Config) -> list[str]:
+        """Return the arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest
         checkpoint. If there is none, it starts as its config says.
         """
         _, start = parse_load_path(config.checkpoint.load_path)
         load_path = f"latest or {start}" if start else "latest"
-        return ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", load_path]
+        overrides = ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", load_path]
+        return ["--config", str(self.config_file), *overrides]
 
     @property
     def status(self) -> Status:

@@ -9,20 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO
 
 from picotron.config import Config
 from workbench.console import print_line
 from workbench.run.stop_signals import StopSignals
-from workbench.sweep.jobs import OUT_OF_MEMORY, STOPPED, Job, Status
-
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+from workbench.sweep.jobs import OUT_OF_MEMORY, STOPPED, TRAIN, Job, Status
 
 
 def command(job: Job, config: Config) -> list[str]:
     """Return the command that runs a job on this machine."""
-    return [sys.executable, str(TRAIN), "--config", str(job.config_file), *job.overrides(config)]
+    return [sys.executable, str(TRAIN), *job.arguments(config)]
 
 
 def stop(process: subprocess.Popen[bytes], grace: int) -> None:

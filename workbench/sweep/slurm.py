@@ -20,9 +20,7 @@ import jinja2
 from picotron.config import Config
 from picotron.console import UserError
 from workbench.files import write_atomically
-from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, STOPPED, Job, Status, read_word, stop_options
-
-ROOT = Path(__file__).resolve().parents[2]
+from workbench.sweep.jobs import ACTIVE, ENDED, OUT_OF_MEMORY, STOPPED, TRAIN, Job, Status, read_word, stop_options
 
 STATES: dict[Status, str] = {  # the job states of Slurm, as squeue and sacct print them
     "pending": "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
@@ -81,7 +79,7 @@ def render(job: Job, config: Config, resources: SlurmResources, env_setup: Path 
         grace: time in seconds that torchrun gives the run to end after a signal.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ROOT / "template"),
+        loader=jinja2.FileSystemLoader(TRAIN.parent / "template"),
         undefined=jinja2.StrictUndefined,
         finalize=quote,
         trim_blocks=True,
@@ -91,12 +89,10 @@ def render(job: Job, config: Config, resources: SlurmResources, env_setup: Path 
         job_folder=job.folder,
         env_setup=env_setup,
         python=sys.executable,
-        nodes=resources.nodes,
-        processes_per_node=resources.processes_per_node,
-        cores_per_node=resources.cores_per_node,
+        **vars(resources),
         stop_options=stop_options(grace),
-        train=ROOT / "train.py",
-        arguments=["--config", str(job.config_file), *job.overrides(config)],
+        train=TRAIN,
+        arguments=job.arguments(config),
         stopped=STOPPED,
         out_of_memory=OUT_OF_MEMORY,
     )
@@ -122,9 +118,8 @@ def sbatch_command(
         after: id of a job to wait for, or None. The dependency is afterany, because jobs of a sweep do not need each
             other's results: with afterok, a failed job would leave the rest of its chain pending forever.
     """
-    command = ["sbatch", "--parsable", f"--job-name={job.folder.name}"]
     # The batch script opens its log file: sbatch would interpret a % or \ in the folder's name as part of a pattern.
-    command += ["--output=/dev/null", "--requeue"]
+    command = ["sbatch", "--parsable", f"--job-name={job.folder.name}", "--output=/dev/null", "--requeue"]
     command += [f"--nodes={resources.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={resources.cores_per_node}"]
     command += [f"--signal=B:USR1@{grace}"]
     if resources.gpus_per_node:

@@ -44,8 +44,7 @@ def test_batch_script_quotes_names_with_shell_syntax(make_job: Callable[..., Job
     assert torchrun[torchrun.index("--rdzv_endpoint") + 1].endswith(":15003")
     assert re.fullmatch("15003-[0-9a-f]{32}", torchrun[torchrun.index("--rdzv_id") + 1])
     assert torchrun[-1] == "77" or torch.__version__ < "2.12"
-    program = ["train.py", "--config", str(job.config_file)]
-    assert [Path(arguments[0]).name, *arguments[1:]] == [*program, *job.overrides(read_config(job))]
+    assert [Path(arguments[0]).name, *arguments[1:]] == ["train.py", *job.arguments(read_config(job))]
     assert not list(tmp_path.rglob("executed"))
 
 
