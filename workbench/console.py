@@ -52,6 +52,11 @@ def print_line(line: str, end: str = "\n", file: IO[str] | None = None) -> None:
             print_line(text, file=sys.stderr)
 
 
+def is_rank_0() -> bool:
+    """Whether this process is rank 0, or no rank, also before there are process groups."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 class LinePrinter(logging.Handler):
     """Print each record to the standard output, see `print_line`."""
 
@@ -65,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        if int(os.environ.get("RANK", 0)) == 0:
+        if is_rank_0():
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from picotron.config import Model
 from picotron.console import UserError
 from picotron.model.families import differences
-from workbench.console import Parser, number, print_line
+from workbench.console import Parser, is_rank_0, number, print_line
 from workbench.files import naming_deleted
 from workbench.generation.prompts import CompletionPrinter, Encoder, Prompt, read_prompts
 from workbench.generation.rotation import Completion, check_prompt, generate
@@ -271,7 +271,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = {name: encoder.encode(name, record) for name, record in records.items()}
     for name, prompt in prompts.items():
         check_prompt(name, prompt, model_config, sampling)
-    if options.output is not None and int(os.environ.get("RANK", 0)) == 0:
+    if options.output is not None and is_rank_0():
         # An error comes before anything expensive starts, and the old file stays until the first completions.
         write_output(options.output, "", "a")
     with naming_deleted(folder):

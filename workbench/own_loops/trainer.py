@@ -37,7 +37,7 @@ from workbench.own_loops.batches import Loss, cross_entropy, forward_batch, spli
 from workbench.own_loops.check_batches import Batch
 from workbench.pipelines.engine import check_model, check_run, make_evaluation, make_train_step
 from workbench.prepare.tokens import prepare
-from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.all_ranks import first_unequal, run_on_all_ranks
 from workbench.run.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from workbench.run.checkpoint.safetensors_folder import find_folder
 from workbench.run.checkpoint.writer import CheckpointWriter
@@ -252,9 +252,8 @@ class Trainer:
 
         checkpoint = find_checkpoint(config, self.model_config)
         data = data or read_data(config, self.model_config, checkpoint.tokenizer if checkpoint else None)
-        first, *others = run_on_all_ranks(lambda: data.fingerprint)
-        if different := [rank for rank, each in enumerate(others, 1) if each != first]:
-            raise UserError(f"rank {different[0]} has other data than rank 0; copy the same files to all machines")
+        if rank := first_unequal(run_on_all_ranks(lambda: data.fingerprint)):
+            raise UserError(f"rank {rank} has other data than rank 0; copy the same files to all machines")
         self.progress = checkpoint.progress(data.fingerprint, training) if checkpoint else Progress()
         self.loader = MicroBatchDataLoader(data.rows, config, device, self.progress.samples) if data.rows else None
         self.position: int | None = None  # in the data, after what `next_batches` has read

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.console import UserError
 from workbench.files import write_atomically
 from workbench.pipelines.plan import SchedulePlan, settings_of
+from workbench.run.run_folder import user_error_on_failure
 from workbench.schedules.actions import parse_action
 from workbench.schedules.simulate import Span
 from workbench.schedules.trace import settings_line, trace_line, trace_path
@@ -96,10 +96,6 @@ def write_trace(save_dir: str, step: int, spans: list[Span], settings: dict[str,
         return
     lines = [trace_line(rank, span) + "\n" for rank, rank_spans in enumerate(spans_by_rank) for span in rank_spans]
     path = trace_path(save_dir, step)
-    try:
+    with user_error_on_failure(path):
         write_atomically(path, "".join([settings_line(settings) + "\n", *lines]))
-    except OSError as error:
-        raise UserError(
-            f"the trace {path} cannot be written: {error.strerror}; free some space, or choose another save_dir"
-        ) from None
     logger.info("trace of step %d written to %s", step, path)

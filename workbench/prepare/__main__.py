@@ -23,7 +23,7 @@ def main() -> None:
         raise UserError(
             f"dataset.name={config.dataset.name!r} has token files already; train.py reads them as they are"
         )
-    if config.model.tokenizer == "bpe" and (parse_load_path(config.checkpoint.load_path)[1] or config.model.pretrained):
+    if config.model.tokenizer == "bpe" and (parse_load_path(config)[1] or config.model.pretrained):
         raise UserError(
             "model.tokenizer='bpe' is the tokenizer of the model from which training starts; set it to the folder of this model"
         )

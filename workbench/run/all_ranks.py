@@ -1,6 +1,6 @@
-"""A function that all ranks call, and whose errors all of them raise."""
+"""A function that all ranks call, and whose errors all of them raise, and a comparison of its results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,3 +27,8 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
         if problems:
             raise UserError(*problems)
     return [result for result, _ in everyone]
+
+
+def first_unequal(results: Sequence[object]) -> int:
+    """Return the first rank whose result differs from that of rank 0; 0 if all are equal."""
+    return next((rank for rank, each in enumerate(results) if each != results[0]), 0)

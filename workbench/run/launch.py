@@ -28,7 +28,7 @@ from tqdm import tqdm
 from picotron import process_group_manager as pgm
 from picotron.config import Config, Distributed
 from picotron.console import UserError
-from workbench.console import LinePrinter, first_line, print_line
+from workbench.console import LinePrinter, first_line, is_rank_0, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.free_models import free_models
 from workbench.run.stop_signals import LAUNCHERS, StopSignals
@@ -59,7 +59,7 @@ def set_up_logging() -> None:
 def set_log_level() -> None:
     """Log progress on rank 0, warnings on the first rank of every machine, and only errors on the other ranks."""
     first_of_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_rank_0():
         logger.setLevel(logging.INFO)
     else:
         logger.setLevel(logging.WARNING if first_of_machine else logging.ERROR)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import re
 import resource
 import signal
@@ -23,7 +22,7 @@ from picotron.collectives import all_reduce
 from picotron.config import Config
 from picotron.console import UserError
 from picotron.model.families import model_cost
-from workbench.console import first_line, print_line
+from workbench.console import first_line, is_rank_0, print_line
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.run_folder import write_record
 
@@ -144,7 +143,7 @@ def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> dict[str, 
 
 def check_wandb(config: Config) -> None:
     """Raise a UserError if a config asks for wandb, and rank 0 cannot import it."""
-    if config.logging.use_wandb and int(os.environ.get("RANK", 0)) == 0:
+    if config.logging.use_wandb and is_rank_0():
         try:
             import wandb  # noqa: F401 -- imported only on request
         except ImportError as error:

@@ -22,6 +22,7 @@ from typing import Any
 
 from picotron.config import Config
 from picotron.console import UserError
+from workbench.console import is_rank_0
 from workbench.files import delete, locked, parse_json, unfinished, write_atomically
 
 logger = logging.getLogger("picotron")
@@ -50,7 +51,7 @@ def claim_save_dir(config: Config) -> None:
                 f"checkpoint.save_dir={name!r} is a model folder, and its config.json must be kept; choose another"
             )
         check_kept(config, {"model.name": config.model.name, "model.tokenizer": config.model.tokenizer})
-        if int(os.environ.get("RANK", 0)) == 0:
+        if is_rank_0():
             path, started = Path(name, ".run_lock"), time.strftime("%Y-%m-%d %H:%M:%S")
             if (lock := CLAIM.enter_context(locked(path))) is None:
                 raise UserError(
@@ -72,7 +73,7 @@ def check_kept(config: Config, folders: Mapping[str, str | None]) -> None:
     Args:
         folders: what the run reads, by the keys or options that name it.
     """
-    save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config.checkpoint.load_path)
+    save_dir, (latest, start) = config.checkpoint.save_dir, parse_load_path(config)
     checkpoints = {path.resolve() for path in checkpoint_folders(Path(save_dir)).values()}
     for key, name in folders.items():
         if Path(name or "").resolve() in checkpoints and not (latest or Path(start).resolve() in checkpoints):
@@ -94,10 +95,11 @@ def checkpoint_folders(save_dir: Path) -> dict[int, Path]:
     return {step: checkpoint_folder(save_dir, step) for step in steps}
 
 
-def parse_load_path(load_path: str) -> tuple[bool, str]:
+def parse_load_path(config: Config) -> tuple[bool, str]:
     """Return whether a run resumes from the newest checkpoint in its save_dir, and the folder from which it starts
     without one ("": initial weights).
     """
+    load_path = config.checkpoint.load_path
     if load_path == "latest" or load_path.startswith("latest or "):
         return True, load_path.removeprefix("latest").removeprefix(" or ")
     return False, load_path
@@ -105,7 +107,7 @@ def parse_load_path(load_path: str) -> tuple[bool, str]:
 
 def start_of(config: Config) -> str:
     """Return the folder or hub id with whose weights a run begins, or "" if they are random."""
-    return parse_load_path(config.checkpoint.load_path)[1] or (config.model.name if config.model.pretrained else "")
+    return parse_load_path(config)[1] or (config.model.name if config.model.pretrained else "")
 
 
 def delete_checkpoint(folder: Path) -> None:

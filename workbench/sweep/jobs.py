@@ -74,7 +74,7 @@ class Job:
         """Return the arguments of train.py: outputs go to the job's folder, and a run resumes from the job's newest
         checkpoint. If there is none, it starts as its config says.
         """
-        _, start = parse_load_path(config.checkpoint.load_path)
+        _, start = parse_load_path(config)
         load_path = f"latest or {start}" if start else "latest"
         overrides = ["--checkpoint.save_dir", str(self.run_folder), "--checkpoint.load_path", load_path]
         return ["--config", str(self.config_file), *overrides]

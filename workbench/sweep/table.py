@@ -81,7 +81,7 @@ class Run:
         data = self.config.model_dump(include={"model", "training", "dataset"})
         for key in ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "compile"):
             del data["training"][key]
-        _, start = parse_load_path(self.config.checkpoint.load_path)
+        _, start = parse_load_path(self.config)
         return canonical_json(data | {"global_batch_size": self.config.global_batch_size, "start": start})
 
 

@@ -34,7 +34,7 @@ from picotron.model.placement import Index
 from picotron.model.weights import ReadTensor, copy_part
 from picotron.optimizer import AdamW, learning_rate_factor
 from workbench.files import UNFINISHED, read_object
-from workbench.run.all_ranks import run_on_all_ranks
+from workbench.run.all_ranks import first_unequal, run_on_all_ranks
 from workbench.run.checkpoint.expert_names import with_experts
 from workbench.run.checkpoint.safetensors_folder import ByteRange, SafetensorsFolder, check_range, find_folder
 from workbench.run.metrics import Progress
@@ -212,13 +212,12 @@ class Checkpoint:
                 check_files(folder, files, dist.get_rank(), dist.get_world_size())
             return state
 
-        first, *others = run_on_all_ranks(check)
-        for rank, state in enumerate(others, 1):
-            if state != first:
-                raise UserError(
-                    f"{folder} is another checkpoint for rank {rank} than for rank 0; use a folder that all machines share"
-                )
-        self.folder, self.state = folder, None if weights_only else first
+        states = run_on_all_ranks(check)
+        if rank := first_unequal(states):
+            raise UserError(
+                f"{folder} is another checkpoint for rank {rank} than for rank 0; use a folder that all machines share"
+            )
+        self.folder, self.state = folder, None if weights_only else states[0]
 
     @property
     def kinds(self) -> set[str]:
@@ -248,11 +247,9 @@ class Checkpoint:
         model, names = SafetensorsFolder(self.folder), dict[str, str]()
         if self.state is None:
             names = check_tensors(model)
-            first, *others = run_on_all_ranks(model.fingerprint)
-            if different := [rank for rank, each in enumerate(others, 1) if each != first]:
+            if rank := first_unequal(run_on_all_ranks(model.fingerprint)):
                 raise UserError(
-                    f"{self.folder} has other weights for rank {different[0]} than for rank 0; copy the same files to all "
-                    f"machines"
+                    f"{self.folder} has other weights for rank {rank} than for rank 0; copy the same files to all machines"
                 )
         masters = SafetensorsFolder(self.folder, "master") if "master" in self.kinds else None
 
@@ -343,7 +340,7 @@ def find_checkpoint(config: Config, model_config: PreTrainedConfig) -> Checkpoin
     Raises:
         UserError: the checkpoint is damaged, or of a different architecture.
     """
-    latest, start = parse_load_path(config.checkpoint.load_path)
+    latest, start = parse_load_path(config)
     checkpoint = _newest_checkpoint(Path(config.checkpoint.save_dir)) if latest else None
     if checkpoint is None and start:
         checkpoint = Checkpoint(Path(start))
@@ -379,13 +376,13 @@ def _newest_checkpoint(save_dir: Path) -> Checkpoint | None:
     Raises:
         UserError: no checkpoint is intact, or some ranks see other checkpoints than rank 0.
     """
-    folders, *others = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
-    for rank, seen in enumerate(others, 1):
-        if seen != folders:
-            raise UserError(
-                f"rank {rank} sees {len(seen)} checkpoints in {save_dir}, but rank 0 sees {len(folders)}; "
-                f"checkpoint.save_dir must be a folder that all machines share"
-            )
+    seen = run_on_all_ranks(lambda: list(checkpoint_folders(save_dir).values()))
+    folders = seen[0]
+    if rank := first_unequal(seen):
+        raise UserError(
+            f"rank {rank} sees {len(seen[rank])} checkpoints in {save_dir}, but rank 0 sees {len(folders)}; "
+            f"checkpoint.save_dir must be a folder that all machines share"
+        )
     for folder in reversed(folders):
         try:
             checkpoint = Checkpoint(folder)
