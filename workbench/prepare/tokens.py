@@ -4,15 +4,12 @@ tokens, samples for fine-tuning into their tokens, lengths and a mask.
 
 import contextlib
 import datetime
-import functools
 import json
 import logging
 import os
 import re
 import signal
 import tempfile
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,6 +32,7 @@ from workbench.prepare.samples import SampleEncoder
 from workbench.prepare.text import Columns, TextEncoder, pieces_of
 from workbench.run.all_ranks import run_on_all_ranks
 from workbench.run.hub import connect
+from workbench.run.launch import end_with_launcher
 from workbench.run.start_method import START_METHOD
 from workbench.run.token_files import FILE, TokenFiles, check_end, digest_of
 
@@ -306,16 +304,10 @@ def _as_they_are(parts: Any) -> Any:
     return parts
 
 
-def _start_worker(parent: int, _: int) -> None:
+def _start_worker(_: int) -> None:
     """Initialise a process that tokenises. It ends with its parent, even while it is busy."""
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    end_with_launcher()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of the tokenizer's threads
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _broken(total: int, count: int, first: list[str]) -> str:
@@ -341,7 +333,7 @@ def _write_arrays(documents: Documents, encoder: Encoder, processes: int, skips:
         collate_fn=_as_they_are,
         num_workers=processes if processes > 1 else 0,
         multiprocessing_context=START_METHOD if processes > 1 else None,
-        worker_init_fn=functools.partial(_start_worker, os.getpid()),
+        worker_init_fn=_start_worker,
     )
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(_progress(documents, "Tokenising"))

@@ -88,7 +88,7 @@ def is_launched() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Let a thread send SIGTERM to this rank when the process that has started it, or called `run_ranks`, has ended."""
+    """Let a thread send SIGTERM to this process when the one that has started it, or called `run_ranks`, has ended."""
     parent, caller = LAUNCHERS.get(os.getpid(), os.getppid()), multiprocessing.parent_process()
     sentinels = [caller.sentinel] if caller else []
 
