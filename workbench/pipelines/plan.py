@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from workbench.schedules.search import Shape
 
 
+Forwards = set[tuple[int, int]]  # (stage, micro-batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class SchedulePlan:
     """The stages of a pipeline and the schedule of a training step. Prints as a table of the layers of each rank.
@@ -43,13 +46,13 @@ class SchedulePlan:
         """Return the stages of a rank, by number."""
         return {number: self.stages[number] for number in self.schedule.stages_of(rank)}
 
-    def kept_activations(self, rank: int) -> set[tuple[int, int]]:
-        """Return (stage, micro-batch) of the forwards of a rank that keep their activations."""
+    def kept_activations(self, rank: int) -> Forwards:
+        """Return the forwards of a rank that keep their activations."""
         return kept_activations(self.schedule.programs[rank], self.keep_activations)
 
     @property
-    def all_kept_activations(self) -> set[tuple[int, int]]:
-        """(stage, micro-batch) of the forwards of all ranks that keep their activations."""
+    def all_kept_activations(self) -> Forwards:
+        """The forwards of all ranks that keep their activations."""
         return {each for rank in range(self.schedule.pp) for each in self.kept_activations(rank)}
 
     @property
@@ -81,7 +84,7 @@ def layout_stages(config: "Config", model_config: "PreTrainedConfig", shape: "Sh
     return stages_for(config, model_config, [rank_of(stage, pp, placement) for stage in range(pp * chunks)])
 
 
-def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int, int]]:
+def kept_activations(program: Sequence[AnyAction], limit: int) -> Forwards:
     """Choose the forwards of a rank that keep their activations: each one that starts while fewer than `limit` of those
     that were chosen before it wait for their backward. With 1F1B, these are the first `limit` micro-batches of each
     window of as many as are in flight (`num_microbatches_with_partial_activation_checkpoints` in Megatron-LM).
@@ -93,8 +96,8 @@ def kept_activations(program: Sequence[AnyAction], limit: int) -> set[tuple[int,
     Returns:
         (stage, micro-batch) of these forwards.
     """
-    kept: set[tuple[int, int]] = set()
-    in_flight: set[tuple[int, int]] = set()
+    kept: Forwards = set()
+    in_flight: Forwards = set()
     for action in program:
         for kind, stage, micro_batch in action.parts[::-1]:  # the executor runs the backward of a pair first
             if kind == "F" and len(in_flight) < limit:

@@ -15,6 +15,8 @@ Place = tuple[Any, ...]
 """keys and numbers that lead to a value in a conversation, {"messages": ..., "tools": ...}"""
 Text = tuple[str, str]
 """what a template prints for a conversation, and what the loss counts of it"""
+Names = tuple[set[str], set[str]]
+"""names of what the template ignores, and of what it prints and the loss does not count"""
 
 COMPARED = {"id", "tool_call_id", "type", "index"}  # keys whose values a template may compare or measure: not asked for
 
@@ -73,10 +75,10 @@ class Marks:
 
     def __init__(self, render: Callable[[dict[str, Any]], Text]) -> None:
         self.render = render
-        self.answers: dict[str, tuple[set[str], set[str]]] = {}
+        self.answers: dict[str, Names] = {}
 
-    def __call__(self, conversation: dict[str, Any]) -> tuple[set[str], set[str]]:
-        """Return the names of what the template ignores, and of what it prints and the loss does not count.
+    def __call__(self, conversation: dict[str, Any]) -> Names:
+        """Return the names of what has no effect, from an earlier conversation of the same shape if possible.
 
         Args:
             conversation: "messages", "tools", and "wanted", the numbers of the messages that the loss counts.
@@ -86,7 +88,7 @@ class Marks:
             self.answers[text] = self.ask(conversation)
         return self.answers[text]
 
-    def ask(self, conversation: dict[str, Any]) -> tuple[set[str], set[str]]:
+    def ask(self, conversation: dict[str, Any]) -> Names:
         found, ignored, uncounted, unread = parts(conversation), set[str](), set[str](), set[int]()
         marks = {place: f"48151{i:05}62" for i, place in enumerate(place for each in found.values() for place in each)}
         plain = self.attempt(conversation)

@@ -63,14 +63,17 @@ class Meeting(NamedTuple):
     number: int
 
 
+Meetings = dict[int, list[Meeting]]  # of a rank's operations, by handle
+
+
 def operations(program: Program) -> Iterator[Operation]:
     return (event for event in program if isinstance(event, Operation))
 
 
-def meetings_of(rank: int, program: Program) -> dict[int, list[Meeting]]:
+def meetings_of(rank: int, program: Program) -> Meetings:
     """Return where the parts of each operation of a rank meet those of other ranks, by handle."""
     count: Counter[Meeting] = Counter()
-    meetings: dict[int, list[Meeting]] = {}
+    meetings: Meetings = {}
     for operation in operations(program):
         meetings[operation.handle] = []
         for part in operation.parts:
@@ -88,7 +91,7 @@ def creation(operation: Operation) -> Meeting:
     return Meeting(operation.group, operation.ranks, "creation", 0)
 
 
-def match(programs: Sequence[Program]) -> list[dict[int, list[Meeting]]]:
+def match(programs: Sequence[Program]) -> list[Meetings]:
     """Return `meetings_of` all ranks.
 
     Collectives meet by their place in the order of their group. So two equal ones in a different order are not found:

@@ -34,6 +34,7 @@ from workbench.schedules.nccl_calls import (
     Compute,
     Event,
     Meeting,
+    Meetings,
     Operation,
     Program,
     Wait,
@@ -55,7 +56,7 @@ class Rank:
         spans: computations and operations, with the times of their starts and ends.
     """
 
-    def __init__(self, number: int, program: Program, meetings: dict[int, list[Meeting]]) -> None:
+    def __init__(self, number: int, program: Program, meetings: Meetings) -> None:
         self.number, self.program, self.meetings = number, program, meetings
         self.position, self.time = 0, 0.0
         self.streams: dict[str, deque[tuple[Operation, float]]] = defaultdict(deque)

@@ -25,6 +25,7 @@ from workbench.sweep.jobs import Job, find_jobs
 
 logger = logging.getLogger("picotron")
 
+Rows = Sequence[dict[str, Any]]  # of a table, or records of steps, by column
 RATE = "tokens_per_second_per_gpu"
 COLUMNS = (
     "name", "status", "dp", "pp", "cp", "tp", "pp_engine", "micro_batch_size", "gradient_accumulation_steps",
@@ -133,7 +134,7 @@ def varied_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: each for key, each in values.items() if len({str(each[i]) for i, run in enumerate(flat) if run}) > 1}
 
 
-def field_values(records: Sequence[dict[str, Any]], field: str) -> list[float]:
+def field_values(records: Rows, field: str) -> list[float]:
     """Return the values of a field. Records without a value are skipped: there is no MFU on a CPU, and not every step
     has an evaluation.
     """
@@ -169,7 +170,7 @@ def table_row(run: Run, warmup: int) -> dict[str, Any]:
     return row | {f"forecast_{field}": value for field, value in run.forecast.items()}
 
 
-def comparison(rows: Sequence[dict[str, Any]]) -> str:
+def comparison(rows: Rows) -> str:
     """Format the measured and the forecast throughput and memory of each run, side by side; fastest forecast first."""
     columns = (f"median_{RATE}", f"forecast_{RATE}", "memory_gb", "forecast_memory_gb")
     lines = [["", "tokens/s per device", "forecast", "error", "GB", "forecast", "error"]]
@@ -182,7 +183,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
     return text_table(lines, first_number=1)
 
 
-def best(rows: Sequence[dict[str, Any]]) -> str:
+def best(rows: Rows) -> str:
     """Return a sentence about the run with the lowest loss, of its last evaluation, or of its last step if fewer than
     two have one, among those that have ended well, or were started by hand; "" if there are fewer than two.
     """
@@ -195,7 +196,7 @@ def best(rows: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def write_table(rows: Sequence[dict[str, Any]], varied: Sequence[str], path: Path) -> None:
+def write_table(rows: Rows, varied: Sequence[str], path: Path) -> None:
     """Write metrics.csv, with columns of further keys in front of the last one."""
     table = io.StringIO()
     writer = csv.DictWriter(table, (*COLUMNS[:-1], *varied, COLUMNS[-1]), lineterminator="\n")
@@ -248,7 +249,7 @@ def points(run: Run, field: str) -> tuple[list[float], list[float]]:
     return field_values(records, "step"), field_values(records, field)
 
 
-def draw_throughput(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+def draw_throughput(rows: Rows, figure: Any) -> None:
     """Plot the throughput and the memory of each run, fastest on top."""
     rate = f"median_{RATE}"
     timed = sorted((row for row in rows if rate in row), key=lambda row: row[rate])
@@ -266,7 +267,7 @@ def draw_throughput(rows: Sequence[dict[str, Any]], figure: Any) -> None:
     memory.set_xlabel("peak memory in GB,\non the rank that needs most")
 
 
-def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], folder: Path) -> None:
+def draw(runs: Sequence[Run], rows: Rows, folder: Path) -> None:
     """Write the two plots."""
     from matplotlib.figure import Figure
 

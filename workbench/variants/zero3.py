@@ -174,6 +174,9 @@ class Unit:
         return finish
 
 
+Units = tuple[Unit, ...]  # of a module that is in `units`, or of some
+
+
 class DataParallelZero3(DataParallel):
     """Gathers the weights of each unit when its modules are called, and again for their backward.
 
@@ -218,7 +221,7 @@ class DataParallelZero3(DataParallel):
             for i, p in numbered
         }
         groups = members_of_lists(module) if units is None else units
-        self.groups: list[tuple[Unit, ...]] = []
+        self.groups: list[Units] = []
         for group in [*groups, [module]]:
             parameters = dict.fromkeys(p for each in group for p in each.parameters())
             unseen = sorted((p for p in parameters if p not in self.unit_of), key=kinds.__getitem__)
@@ -242,9 +245,9 @@ class DataParallelZero3(DataParallel):
         uses = Counter(unit for group in self.groups for unit in group)
         self.shared = tuple(unit for unit, count in uses.items() if count > 1)
         self.rest = tuple(unit for unit in self.units if unit not in uses)
-        self.running: list[tuple[Unit, ...]] = []
-        self.latest: tuple[Unit, ...] = ()
-        self.awaited: list[tuple[Unit, ...]] = []
+        self.running: list[Units] = []
+        self.latest: Units = ()
+        self.awaited: list[Units] = []
         self.keeps = False
 
     def close(self) -> None:
@@ -314,7 +317,7 @@ class DataParallelZero3(DataParallel):
         if type(module) not in EMBEDDINGS:
             self._await_gradients(output, group)
 
-    def _await_gradients(self, outputs: Any, group: tuple[Unit, ...], rest: tuple[Unit, ...] = ()) -> None:
+    def _await_gradients(self, outputs: Any, group: Units, rest: Units = ()) -> None:
         """Gather the units of a group when a gradient of its outputs arrives, with those in `rest`, and start to gather
         those of the group before it.
         """

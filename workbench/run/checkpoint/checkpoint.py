@@ -53,6 +53,9 @@ def is_of_optimizer(name: str) -> bool:
     return ".safetensors" in name and not name.startswith("model")
 
 
+FileRanges = dict[str, list[ByteRange]]  # checksums of what was written, by the name of a file
+
+
 class TrainerState(BaseModel):
     """Contents of trainer_state.json, except for the checksum of these contents."""
 
@@ -75,11 +78,11 @@ class TrainerState(BaseModel):
     wandb_run_id: str | None
     start: str | None = None
     """folder or hub id with the weights with which the run began, "" if they were random; None in earlier versions"""
-    files: dict[str, list[ByteRange]]
+    files: FileRanges
     """consecutive byte ranges of each of the other files, with their checksums"""
 
     @property
-    def model_files(self) -> dict[str, list[ByteRange]]:
+    def model_files(self) -> FileRanges:
         """Byte ranges of the files that belong to the model, and not to the optimizer."""
         return {name: ranges for name, ranges in self.files.items() if not is_of_optimizer(name)}
 
@@ -131,7 +134,7 @@ def read_state(folder: Path, weights_only: bool = False) -> TrainerState | None:
         raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}); use another checkpoint") from None
 
 
-def check_files(folder: Path, files: dict[str, list[ByteRange]], share: int = 0, shares: int = 1) -> None:
+def check_files(folder: Path, files: FileRanges, share: int = 0, shares: int = 1) -> None:
     """Check the sizes of all files of a folder, and the checksums of one share of their byte ranges.
 
     Args:

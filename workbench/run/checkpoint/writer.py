@@ -33,9 +33,9 @@ from picotron.model.llama import Llama
 from picotron.optimizer import AdamW
 from workbench.files import UNFINISHED, new_folder, unfinished
 from workbench.run.all_ranks import run_on_all_ranks
-from workbench.run.checkpoint.checkpoint import STATE_FILE, TrainerState, read_state
+from workbench.run.checkpoint.checkpoint import STATE_FILE, FileRanges, TrainerState, read_state
 from workbench.run.checkpoint.host_buffers import HostBuffers
-from workbench.run.checkpoint.safetensors_folder import ByteRange, write_file
+from workbench.run.checkpoint.safetensors_folder import write_file
 from workbench.run.checkpoint.stage_files import StageFiles, TensorSlice, WrittenFile
 from workbench.run.metrics import Progress
 from workbench.run.model_config import end_tokens, ends_of, ends_of_both
@@ -219,7 +219,7 @@ class CheckpointWriter:
         self, folder: Path, progress: Progress, written: list[WrittenFile], scale: dict[str, float]
     ) -> None:
         """Write the model's other files, the indices, and last the state with the checksums of all files."""
-        files: dict[str, list[ByteRange]] = defaultdict(list)
+        files: FileRanges = defaultdict(list)
         for each in written:
             files[each.file] = sorted([*files[each.file], *each.ranges], key=lambda each: each.start)
         for name, content in (self.model_files | self._indices(written)).items():
