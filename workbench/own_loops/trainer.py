@@ -55,7 +55,7 @@ from workbench.run.launch import (
 from workbench.run.metrics import Progress, check_finite, max_over_ranks
 from workbench.run.ranks import run_ranks
 from workbench.run.rows import data_fingerprint
-from workbench.run.run_folder import CLAIM, begin_run, claim_save_dir, write_record
+from workbench.run.run_folder import CLAIM, Record, begin_run, claim_save_dir, write_record
 from workbench.run.token_files import load_data
 from workbench.variants.choose import build_model, build_stage, make_optimizer, split_train_eval
 
@@ -384,7 +384,7 @@ class Trainer:
             self.progress = dataclasses.replace(self.progress, samples=self.position)
         return record | statistics | getattr(unwrap(self.model), "after_step", dict)()  # balances experts
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Record) -> None:
         """Append a record of numbers, or None, to metrics.jsonl, and print the numbers if it is due."""
         if pgm.process_group_manager.global_rank > 0:
             return

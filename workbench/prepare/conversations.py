@@ -20,7 +20,7 @@ from picotron.console import UserError
 from workbench.console import first_line
 from workbench.files import parse_json
 from workbench.prepare.documents import SYSTEM, TOOLS, WEIGHT
-from workbench.prepare.template_marks import Marks
+from workbench.prepare.template_marks import Conversation, Marks
 from workbench.prepare.text import check_characters
 
 logger = logging.getLogger("picotron")
@@ -382,7 +382,7 @@ class ChatTemplate:
             joined.append((first, end))
         return texts[0], joined
 
-    def text_of(self, conversation: dict[str, Any]) -> tuple[str, str]:
+    def text_of(self, conversation: Conversation) -> tuple[str, str]:
         """Return what the template prints for a conversation, and what the loss counts of it."""
         samples = self.render_counted(**conversation)
         counted = (sample.text[start:end] for sample in samples for start, end in sample.counted)

@@ -11,8 +11,10 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+Conversation = dict[str, Any]
+"""{"messages": ..., "tools": ..., "wanted": numbers of the messages that the loss counts}"""
 Place = tuple[Any, ...]
-"""keys and numbers that lead to a value in a conversation, {"messages": ..., "tools": ...}"""
+"""keys and numbers that lead to a value in a conversation"""
 Text = tuple[str, str]
 """what a template prints for a conversation, and what the loss counts of it"""
 Names = tuple[set[str], set[str]]
@@ -32,7 +34,7 @@ def leaves(value: Any, place: Place) -> Iterator[Place]:
         yield place
 
 
-def parts(conversation: dict[str, Any]) -> dict[tuple[int, str, str], list[Place]]:
+def parts(conversation: Conversation) -> dict[tuple[int, str, str], list[Place]]:
     """Return the places of what a template prints together, by the number of a message, its key, and a name: first the
     content of a message, then its other keys; arguments of calls have all one name; and all tools, as of message -1.
     """
@@ -46,7 +48,7 @@ def parts(conversation: dict[str, Any]) -> dict[tuple[int, str, str], list[Place
     return {part: places for part, places in found.items() if places}
 
 
-def changed(conversation: dict[str, Any], marks: dict[Place, str]) -> dict[str, Any]:
+def changed(conversation: Conversation, marks: dict[Place, str]) -> Conversation:
     """Return a copy of a conversation with marks after the texts, and in place of the numbers, in some places."""
     conversation = copy.deepcopy(conversation)
     for (*path, key), mark in marks.items():
@@ -73,22 +75,18 @@ class Marks:
         render: function that renders a conversation. It may raise anything.
     """
 
-    def __init__(self, render: Callable[[dict[str, Any]], Text]) -> None:
+    def __init__(self, render: Callable[[Conversation], Text]) -> None:
         self.render = render
         self.answers: dict[str, Names] = {}
 
-    def __call__(self, conversation: dict[str, Any]) -> Names:
-        """Return the names of what has no effect, from an earlier conversation of the same shape if possible.
-
-        Args:
-            conversation: "messages", "tools", and "wanted", the numbers of the messages that the loss counts.
-        """
+    def __call__(self, conversation: Conversation) -> Names:
+        """Return the answer for a conversation, from an earlier one of the same shape if possible."""
         shape = [shape_of(conversation["messages"]), bool(conversation["tools"]), conversation["wanted"]]
         if (text := json.dumps(shape, sort_keys=True)) not in self.answers:
             self.answers[text] = self.ask(conversation)
         return self.answers[text]
 
-    def ask(self, conversation: dict[str, Any]) -> Names:
+    def ask(self, conversation: Conversation) -> Names:
         found, ignored, uncounted, unread = parts(conversation), set[str](), set[str](), set[int]()
         marks = {place: f"48151{i:05}62" for i, place in enumerate(place for each in found.values() for place in each)}
         plain = self.attempt(conversation)
@@ -105,7 +103,7 @@ class Marks:
                 unread |= {i} if key == "content" else set()
         return ignored, uncounted
 
-    def attempt(self, conversation: dict[str, Any]) -> Text | None:
+    def attempt(self, conversation: Conversation) -> Text | None:
         """Render a conversation. Returns None if the template cannot."""
         try:
             return self.render(conversation)

@@ -28,6 +28,7 @@ from workbench.run.config_conflicts import conflicts
 
 logger = logging.getLogger("picotron")
 
+RawConfig = dict[str, Any]  # a config as JSON, which may have mistakes
 # Keys of other trainers and of earlier versions. They are accepted with a warning, and their values are never stored.
 IGNORED = {
     "dataset.num_workers": "batches are slices of a mapped file, which the training process reads",
@@ -61,7 +62,7 @@ def leaf_keys() -> dict[str, str]:
     return lines
 
 
-def current_keys(data: dict[str, Any]) -> dict[str, Any]:
+def current_keys(data: RawConfig) -> RawConfig:
     """Return a copy of the JSON of a config in which keys have their current names, without the ignored ones. Logs a
     warning for each ignored key.
 
@@ -84,7 +85,7 @@ def current_keys(data: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> RawConfig:
     """Read the JSON of a config, see `current_keys`. The names of models and data that are not in the current folder,
     but beside the file or in a folder above it, become paths of those, so that a config can be used from anywhere.
 
@@ -134,7 +135,7 @@ def _sentence(error: Any) -> str:
     return invalid_value(error)
 
 
-def parse_config(data: dict[str, Any]) -> Config:
+def parse_config(data: RawConfig) -> Config:
     """Validate a dict that was read from JSON.
 
     Raises:
@@ -168,7 +169,7 @@ def read_value(key: str, word: str) -> Any:
     return word if type_of(key) in (str, str | None) and word != "null" else read_string(word)
 
 
-def override(data: dict[str, Any], key: str, value: Any) -> None:
+def override(data: RawConfig, key: str, value: Any) -> None:
     """Set the value of a dotted key in the JSON of a config, in place."""
     section, _, name = key.partition(".")
     body = data.setdefault(section, {})
@@ -184,7 +185,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
+def apply_overrides(data: RawConfig, arguments: list[str]) -> None:
     """Apply overrides of the form `--section.key value` or `--section.key=value` to `data`, in place."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:
@@ -204,7 +205,7 @@ def apply_overrides(data: dict[str, Any], arguments: list[str]) -> None:
 class Options(NamedTuple):
     """Parsed command line of train.py."""
 
-    data: dict[str, Any]  # the config as JSON
+    data: RawConfig  # the config as JSON
     explain: bool  # print what each rank holds and sends, instead of training
     evaluate: str | None  # print the loss of the model on this data set, instead of training
     hardware: str | None  # with explain: forecast the time of a step on it
@@ -218,7 +219,7 @@ def load_config(arguments: list[str], description: str = "A program with a confi
     return parse_config(read_arguments(config_parser(description), arguments)[1])
 
 
-def read_arguments(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+def read_arguments(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, RawConfig]:
     """Parse a command line with `--config FILE`, dotted overrides and the options of `parser`. Returns these options,
     and the config as JSON.
 

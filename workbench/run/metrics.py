@@ -24,7 +24,7 @@ from picotron.console import UserError
 from picotron.model.families import model_cost
 from workbench.console import first_line, is_rank_0, print_line
 from workbench.run.all_ranks import run_on_all_ranks
-from workbench.run.run_folder import write_record
+from workbench.run.run_folder import Record, write_record
 
 if TYPE_CHECKING:
     from workbench.run.checkpoint.checkpoint import TrainerState
@@ -122,7 +122,7 @@ def global_mean(loss: Tensor) -> Tensor:
     return mean
 
 
-def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> dict[str, Any]:
+def evaluation_record(loss: Tensor, targets: int, text_bytes: int) -> Record:
     """Return the fields of an evaluation: the loss in nats per target, and in bits per byte of the targets' text, which
     models with different tokenizers have in common. Without text, the latter is None.
 
@@ -230,7 +230,7 @@ class Metrics:
         model_config: PreTrainedConfig,
         device: torch.device,
         dtype: torch.dtype,
-        records: Sequence[dict[str, Any]] = (),
+        records: Sequence[Record] = (),
         resumed: "TrainerState | None" = None,
     ) -> None:
         self.config, self.device = config, device
@@ -268,7 +268,7 @@ class Metrics:
 
     def end_step(
         self, progress: Progress, loss: Tensor, grad_norm: Tensor, learning_rate: float, stop: int = 0
-    ) -> tuple[dict[str, Any], int]:
+    ) -> tuple[Record, int]:
         """Stop the step's clock, and return the step's record. Every rank must call this.
 
         Args:
@@ -286,7 +286,7 @@ class Metrics:
         numbers = torch.stack((*maxima, global_mean(loss), grad_norm.double()))
         # The only time in a step that the CPU waits for the GPU.
         memory, any_stop, mean_loss, norm = (number.item() for number in numbers.cpu())
-        record: dict[str, Any] = {
+        record: Record = {
             "step": progress.step,
             "loss": mean_loss,
             "grad_norm": norm,
@@ -308,7 +308,7 @@ class Metrics:
             logger.info("%s: the run ends after this step", signal.Signals(int(any_stop)).name)
         return record, int(any_stop)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Record) -> None:
         """Write a record to metrics.jsonl, wandb and the console. That of step 0 has an evaluation only."""
         if trained := "loss" in record:
             self.last_loss = record["loss"]
@@ -330,7 +330,7 @@ class Metrics:
             bits = "" if record["bits_per_byte"] is None else f" | {record['bits_per_byte']:.4f} bits per byte"
             print_line(f"step {record['step']:>4} | eval loss {record['eval_loss']:.4f}{bits}")
 
-    def time_left(self, record: dict[str, Any]) -> str:
+    def time_left(self, record: Record) -> str:
         """Return the estimated time until the end of a long run, from all that it has done since its first step."""
         now = time.perf_counter()
         self.first = self.first or (record["step"], now)

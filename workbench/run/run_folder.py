@@ -30,6 +30,7 @@ logger = logging.getLogger("picotron")
 CLAIM = contextlib.ExitStack()  # holds the lock of the folder; closed in forked processes, which may live longer
 os.register_at_fork(after_in_child=CLAIM.close)
 COMPLETIONS = "completions.jsonl"
+Record = dict[str, Any]  # of a step, as in metrics.jsonl
 LARGEST = 1e300  # number in a record, so that a mean of them is finite
 
 
@@ -143,7 +144,7 @@ def check_record(record: Any, what: str) -> None:
             raise UserError(f"{what} has {name}={value!r}; use a Python number of at most {LARGEST:g}, or null")
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
+def write_record(path: Path, record: Record) -> None:
     """Append a record to a metrics.jsonl, which is closed after every step, so that a killed run keeps all its lines.
 
     Raises:
@@ -154,12 +155,12 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+def write_records(path: Path, records: list[Record]) -> None:
     """Write a metrics.jsonl."""
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def read_records(path: Path, field: str = "") -> tuple[list[dict[str, Any]], str]:
+def read_records(path: Path, field: str = "") -> tuple[list[Record], str]:
     """Read the records of a metrics.jsonl.
 
     Args:
@@ -194,7 +195,7 @@ def new_archive_folder(folder: Path) -> Path:
     return archive
 
 
-def begin_run(config: Config, resumed_step: int | None, searched: str | None = None) -> list[dict[str, Any]]:
+def begin_run(config: Config, resumed_step: int | None, searched: str | None = None) -> list[Record]:
     """Write config.json and schedule.csv, and archive the files of an earlier run in a folder `earlier.N`.
 
     Args:

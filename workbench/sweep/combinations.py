@@ -10,7 +10,7 @@ from typing import Any
 
 from picotron.config import default_of
 from picotron.console import UserError
-from workbench.run.config_reader import leaf_keys
+from workbench.run.config_reader import RawConfig, leaf_keys
 
 AXES = {axis: f"distributed.{axis}_size" for axis in ("dp", "pp", "cp", "tp")}
 GLOBAL_BATCH = "global_batch_size"  # not a key of the config: it determines gradient_accumulation_steps
@@ -64,7 +64,7 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: dict[str, Any]) -> list[Combination]:
+def combinations(choices: Choices, world_sizes: Sequence[int] | None, base: RawConfig) -> list[Combination]:
     """Return the Cartesian product of the choices.
 
     Args:
@@ -90,7 +90,7 @@ def _all(choices: Choices) -> list[Combination]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
-def _layouts(choices: Choices, world_sizes: Sequence[int], base: dict[str, Any]) -> list[Combination]:
+def _layouts(choices: Choices, world_sizes: Sequence[int], base: RawConfig) -> list[Combination]:
     if min(world_sizes) < 1:
         raise UserError(f"--world_size {min(world_sizes)} should be a positive number of processes")
     if max(world_sizes) > MAX_PROCESSES:

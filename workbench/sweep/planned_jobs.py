@@ -23,7 +23,7 @@ from workbench.files import write_atomically
 from workbench.pipelines.engine import check_layout
 from workbench.pipelines.memory import GIB, Memory, bubble, rank_memory
 from workbench.pipelines.plan import SchedulePlan
-from workbench.run.config_reader import override, parse_config
+from workbench.run.config_reader import RawConfig, override, parse_config
 from workbench.run.model_config import load_model_config
 from workbench.run.with_keys import with_keys
 from workbench.schedules.schedules import SCHEDULES
@@ -53,7 +53,7 @@ class PlannedJob:
     """
 
     job: Job
-    data: dict[str, Any]
+    data: RawConfig
     config: Config
     memory: list[Memory]
     bubble: float
@@ -77,7 +77,7 @@ class PlannedJob:
             write_atomically(self.job.forecast_file, json.dumps(data, indent=2) + "\n")
 
 
-def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[str, Any], Config]:
+def make_config(base: RawConfig, combination: Combination) -> tuple[RawConfig, Config]:
     """Return the config of a combination as JSON and as an object.
 
     Raises:
@@ -92,7 +92,7 @@ def make_config(base: dict[str, Any], combination: Combination) -> tuple[dict[st
     return data, parse_config(data)
 
 
-def with_ep_sizes(base: dict[str, Any], chosen: Sequence[Combination]) -> Iterator[Combination]:
+def with_ep_sizes(base: RawConfig, chosen: Sequence[Combination]) -> Iterator[Combination]:
     """Yield each combination of a model with experts with all values of ep_size that divide the experts and dp x cp."""
     for combination in chosen:
         experts, ranks = None, 1
@@ -110,7 +110,7 @@ def with_ep_sizes(base: dict[str, Any], chosen: Sequence[Combination]) -> Iterat
             yield from (axes | {FLAGS["ep"]: n} | combination for n in range(1, shared + 1) if shared % n == 0)
 
 
-def plan_job(job: Job, base: dict[str, Any], combination: Combination, hardware: Hardware | None) -> PlannedJob:
+def plan_job(job: Job, base: RawConfig, combination: Combination, hardware: Hardware | None) -> PlannedJob:
     """Make the config of a combination, check it as train.py does, and estimate its memory, bubble and speed.
 
     Raises:
@@ -151,7 +151,7 @@ def accumulation_steps(global_batch_size: Any, config: Config) -> int:
     return global_batch_size // (dp * mbs)
 
 
-def candidates(base: dict[str, Any], layouts: Sequence[Combination]) -> Iterator[tuple[Combination, Config]]:
+def candidates(base: RawConfig, layouts: Sequence[Combination]) -> Iterator[tuple[Combination, Config]]:
     """Extend layouts by the values in OPTIONS that make a difference, and drop those that train.py would reject."""
     for layout in layouts:
         dp, pp, cp, tp = (layout[FLAGS[axis]] for axis in ("dp", "pp", "cp", "tp"))

@@ -19,7 +19,7 @@ from picotron.console import UserError
 from workbench.console import number, print_line, text_table
 from workbench.files import read_object, write_atomically
 from workbench.run.config_reader import parse_config
-from workbench.run.run_folder import LARGEST, parse_load_path, read_records
+from workbench.run.run_folder import LARGEST, Record, parse_load_path, read_records
 from workbench.sweep.combinations import canonical_json
 from workbench.sweep.jobs import Job, find_jobs
 
@@ -62,7 +62,7 @@ class Run:
     name: str
     status: str
     config: Config | None
-    records: list[dict[str, Any]]
+    records: list[Record]
     problem: str
     forecast: dict[str, Any]
 
