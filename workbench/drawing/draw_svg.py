@@ -1,7 +1,7 @@
 """SVG drawings, without a drawing package: shapes, text, arrows, and timelines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from workbench.schedules.simulate import Timeline, computes, memory_curves, tick_distance
@@ -56,6 +56,11 @@ def lighter(colour: str, amount: float) -> str:
     return "#" + "".join(f"{round(channel + (255 - channel) * amount):02x}" for channel in channels)
 
 
+def coordinates(points: Iterable[tuple[float, ...]]) -> str:
+    """Write points as an SVG does: x,y x,y ..."""
+    return " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+
+
 class Svg:
     """A drawing on a white or (in dark mode) black page, to which methods add shapes."""
 
@@ -108,8 +113,9 @@ class Svg:
     def arrow(self, *points: float, double: bool = False, title: str = "") -> None:
         """Add an arrow along the points x1, y1, x2, y2, ..., with a head at its end, or at both ends."""
         along = list(zip(points[::2], points[1::2], strict=True))
-        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in along)
-        self.parts.append(f'<polyline class="arrow bent" points="{text}"><title>{escape(title)}</title></polyline>')
+        self.parts.append(
+            f'<polyline class="arrow bent" points="{coordinates(along)}"><title>{escape(title)}</title></polyline>'
+        )
         self._head(along[-2], along[-1])
         if double:
             self._head(along[1], along[0])
@@ -119,8 +125,7 @@ class Svg:
         dx, dy = (end[0] - before[0]) / length, (end[1] - before[1]) / length
         x, y = end[0] - 8 * dx, end[1] - 8 * dy  # the base of the arrowhead
         points = [end, (x - 4 * dy, y + 4 * dx), (x + 4 * dy, y - 4 * dx)]
-        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
-        self.parts.append(f'<polygon class="arrow" points="{text}"/>')
+        self.parts.append(f'<polygon class="arrow" points="{coordinates(points)}"/>')
 
     def timeline(self, timeline: Timeline, x: float, y: float, scale: float, row: float, gap: float) -> None:
         """Add a row of boxes for each pp rank. Each kind of action has a colour, lighter in later chunks. Boxes of
@@ -156,8 +161,7 @@ class Svg:
         for time, value in [*curve, (end, 0.0)]:
             points += [(x + time * scale, bottom - height * unit), (x + time * scale, bottom - value * unit)]
             height = value
-        text = " ".join(f"{a:.2f},{b:.2f}" for a, b in points)
-        self.parts.append(f'<polygon class="memory" points="{text}"/>')
+        self.parts.append(f'<polygon class="memory" points="{coordinates(points)}"/>')
 
     def time_axis(self, x: float, y: float, scale: float, duration: float, unit: str = "") -> None:
         """Add an axis below a timeline, with at most a dozen numbers, and their unit."""

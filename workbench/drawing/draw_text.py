@@ -11,7 +11,7 @@ from workbench.schedules.simulate import Timeline, computes, memory_curves, tick
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def as_text(timeline: Timeline, width: int = 160) -> str:
+def as_text(timeline: Timeline, width: int) -> str:
     """Draw a timeline as text: a line for each rank, below it a curve of its activations, and at the end a time axis
     and a legend. If names like 2F0 do not fit, an action is shown as a letter: its kind, or X for an overlapped pair,
     in lower case for every other chunk.

@@ -162,7 +162,9 @@ def measure(device: torch.device) -> Hardware:
     if ranks > 1:
         latency = seconds(lambda: all_reduce(number, None), device, 200) / (2 * (ranks - 1))
         link = 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(lambda: all_reduce(buffer, None), device, 20)
-    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else _memory() / ranks
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    if on_gpu:
+        total = torch.cuda.get_device_properties(device).total_memory
     return Hardware(
         name=device_name(device.type),
         peak=(peak_flops(device_name(device.type), torch.bfloat16) or 0.0) if on_gpu else 0.0,
@@ -182,7 +184,3 @@ def measure(device: torch.device) -> Hardware:
         step_wait=HARDWARE["H100"].step_wait if on_gpu else 0.0,
         cores=None if on_gpu else ranks,
     )
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

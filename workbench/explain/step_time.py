@@ -148,7 +148,7 @@ class Clock:
         if blocks > 1 and layout.cp_sharding == "contiguous":
             flops *= 2 - 1 / blocks  # the last rank attends to nearly all blocks
         merge = self.move(6 * blocks * s.queries, s.wide) if blocks > 1 else 0.0
-        forward = self.hardware.attend(self.dtype, flops, backward=False)
+        forward = self.hardware.attend(self.dtype, flops)
         return forward + merge, self.hardware.attend(self.dtype, 2.5 * flops, backward=True) + merge
 
     def collective(self, axis: str, sent: float, count: float = 1, all_reduce: bool = False) -> float:

@@ -106,7 +106,7 @@ def _as_lists(sample: Any) -> Any:
     return kind(map(_as_lists, sample)) if kind else sample
 
 
-def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None = None) -> Data:
+def read_data(config: Config, model_config: PreTrainedConfig, trained: Path | None) -> Data:
     """Read the data set of the config. All its rows are for training, if the config asks for no evaluations.
 
     Args:
@@ -185,7 +185,7 @@ def used_keys(also: str = "") -> list[str]:
     return [key for key in leaf_keys() if key not in unused or {key, key.partition(".")[0]} & {*also_used}]
 
 
-def check_used(config: Config, also: str = "") -> None:
+def check_used(config: Config, also: str) -> None:
     """Raise a UserError for each key that differs from its default, but has no effect in a program with its own `Data`.
 
     Args:

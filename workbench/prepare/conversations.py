@@ -241,7 +241,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, needed_by: str, notes: Counter[str], only_last: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, needed_by: str, notes: Counter[str], only_last: bool
     ) -> None:
         self.tokenizer, self.notes, self.only_last = tokenizer, notes, only_last
         self.marks = Marks(self.text_of)

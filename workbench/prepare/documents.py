@@ -73,13 +73,11 @@ class Documents(NamedTuple):
         return itertools.chain.from_iterable(self.read())
 
 
-def load_documents(
-    section: DatasetSection, limit: int | None = None, seed: int = 0, columns: Columns | None = None
-) -> Documents:
+def load_documents(section: DatasetSection, limit: int | None, seed: int, columns: Columns | None = None) -> Documents:
     """Find the documents of a data set, or of a mixture.
 
     Args:
-        limit: number of documents to read, from the first one; by default all.
+        limit: number of documents to read, from the first one; None: all.
         seed: seed of the order of a mixture.
         columns: columns to read of a table, by their keys; by default those of the section. {}: all columns.
 

@@ -64,7 +64,7 @@ class GenerationSchedule(Schedule):
             yield found
 
 
-def generation(pp: int, groups: int, rounds: int, chunks: int = 1, placement: Placement = "loop") -> GenerationSchedule:
+def generation(pp: int, groups: int, rounds: int, chunks: int, placement: Placement = "loop") -> GenerationSchedule:
     """Build the schedule of generation.
 
     Args:

@@ -74,8 +74,8 @@ class Greedy:
         memory: float,
         costs: Costs,
         deferred: float,
-        sizes: Sequence[float] | None = None,
-        backwards: str = "split",
+        sizes: Sequence[float] | None,
+        backwards: str,
     ) -> None:
         self.empty, self.last, self.m = empty, empty.num_stages - 1, empty.micro_batches
         self.memory = memory * (1 + ROUNDING)

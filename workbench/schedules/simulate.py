@@ -239,8 +239,8 @@ def peak_activations(
 
 def activations(
     program: Sequence[AnyAction],
-    sizes: Mapping[Any, Any] | None = None,
-    deferred: Mapping[Any, Any] | None = None,
+    sizes: Mapping[Any, Any] | None,
+    deferred: Mapping[Any, Any] | None,
     key: Callable[[Action], Any] = stage_of,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the activations that a rank holds during each action and after it, see `peak_activations`."""

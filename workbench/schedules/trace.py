@@ -166,7 +166,7 @@ def message_time(schedule: Schedule, timeline: Timeline) -> float:
     return max(0.0, median_low([(shortest[a, b] + shortest[b, a]) / 2 for a, b in pairs] or [0.0]))
 
 
-def waited_for(events: Sequence[Event], timeline: Timeline, latency: float | None = None) -> list[int | None]:
+def waited_for(events: Sequence[Event], timeline: Timeline, latency: float | None) -> list[int | None]:
     """Return for each event the number of the event that it waited for last, or None if it waited for none: the one
     before it on its rank if it starts when that one ends, else the one on another rank whose message it waits for.
 

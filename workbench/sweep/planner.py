@@ -7,7 +7,9 @@ all configs would find.
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
 
 from picotron.config import Config
 from picotron.console import UserError
@@ -20,9 +22,6 @@ from workbench.pipelines.plan import SchedulePlan, layout_stages
 from workbench.pipelines.planning import plan_pipeline
 from workbench.schedules.actions import Placement, rank_of
 from workbench.schedules.schedules import SCHEDULES, action_kinds
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 NO_PART_OF_WORK = ("dp_size", "dp_engine", "gradient_accumulation_steps")  # with pp_*: keys on which no action depends
 ROUNDING = 1e-9
@@ -49,7 +48,7 @@ class Placed(NamedTuple):
 class Planner:
     """Evaluates configs of one model on some hardware. Plans and stages are kept by what they depend on."""
 
-    def __init__(self, model: "PreTrainedConfig", hardware: Hardware) -> None:
+    def __init__(self, model: PreTrainedConfig, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
         self.plans: dict[Any, SchedulePlan | None] = {}
         self.placed: dict[Any, Placed] = {}
@@ -154,7 +153,7 @@ class Planner:
 
 
 def best_configs(
-    configs: Iterable[tuple[Values, Config]], model: "PreTrainedConfig", hardware: Hardware, gib: float, count: int
+    configs: Iterable[tuple[Values, Config]], model: PreTrainedConfig, hardware: Hardware, gib: float, count: int
 ) -> tuple[list[Values], Candidate]:
     """Return the fastest configs of the `count` fastest layouts that fit into `gib`, one of each, best first, and the
     config with the least bound of its memory. Layouts differ in the sizes of their axes, or in the pipeline's schedule.

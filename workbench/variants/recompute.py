@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from picotron.model.llama import DecoderLayer, PostNormLayer
 
 
-def recompute_cheap_results(model: nn.Module, splits_mlp: bool = False) -> None:
+def recompute_cheap_results(model: nn.Module, splits_mlp: bool) -> None:
     """Keep neither the results of norms nor those of activations in the layers of a Llama.
 
     Call it after tensor and context parallelism, which replace modules, because it registers hooks on them.

@@ -34,8 +34,8 @@ class SampleRows(Rows):
         counts: np.ndarray,
         rows: np.ndarray,
         seq_length: int,
-        masks_documents: bool = True,
-        count: int = 0,
+        masks_documents: bool,
+        count: int,
     ) -> None:
         self.samples, self.seq_length, self.masks_documents = samples, seq_length, masks_documents
         order = np.argsort(rows, kind="stable")  # within a row, samples keep their order
@@ -129,7 +129,7 @@ class Packed(NamedTuple):
 def pack_samples(
     samples: Samples,
     seq_length: int,
-    drops_long: bool = False,
+    drops_long: bool,
     masks_documents: bool = True,
     multiple: int = 1,
 ) -> Packed:

@@ -1,7 +1,7 @@
 """Ulysses (Jacobs et al. 2023, arXiv:2309.14509): context parallelism that shards the heads during attention."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,7 @@ from torch import Tensor
 from picotron import process_group_manager as pgm
 from picotron.context_parallel.context_parallel import local_positions
 from picotron.model.llama import AttentionFn
-
-if TYPE_CHECKING:
-    from workbench.variants.packed import PackedDocuments
+from workbench.variants.packed import PackedDocuments
 
 HEADS, SEQUENCE = 1, 2  # dimensions of q, k and v, (B, H, T, d)
 
@@ -40,7 +38,7 @@ def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: "PackedDocuments | None" = None,
+    documents: PackedDocuments | None = None,
     *,
     sharding: str,
     attention_fn: AttentionFn,
