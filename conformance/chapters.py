@@ -166,7 +166,7 @@ def cases_of(
     layout: str,
     other: str,
     folder: Path,
-    without: Collection[str] = (),
+    without: Collection[str],
     seed: int = 0,
     own: Mapping[str, Any] | None = None,
     **changes: Any,

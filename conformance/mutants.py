@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     """Whether a check fails, the line that says how, and the line of the trace."""
 
     fails: bool
-    said: str = ""
+    said: str
     trace: str = ""
 
 

@@ -21,6 +21,7 @@ from conformance.result import Result
 UNIT = torch.finfo(torch.float32).eps
 FEW, MANY = 16, 512  # numbers from which bits are no accident, and numbers that are enough
 FACTORS = {"gradients": "gradient", "updates": "update"}  # kinds of factors, see `factors_of`
+Gradients = Sequence[Mapping[str, Tensor]]  # of each step
 Steps = tuple[Case, list[dict[str, Tensor]], dict[str, Tensor]]  # of a run: its gradients of each step, its weights
 
 
@@ -67,9 +68,7 @@ def projection(found: Tensor, right: Tensor) -> float:
     return ((found * right).sum() / right.square().sum()).item()
 
 
-def factors_of(
-    case: Case, gradients: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor], right: Reference
-) -> dict[Key, float]:
+def factors_of(case: Case, gradients: Gradients, weights: Mapping[str, Tensor], right: Reference) -> dict[Key, float]:
     """Return the projection of each gradient and update on the right one, less 1."""
     both: list[Any] = [
         ("gradients", step + 1, *each) for step, *each in zip(case.steps, gradients, right.gradients, strict=False)
@@ -93,7 +92,7 @@ def means_of(factors: Mapping[Key, float], limits: Limits) -> dict[Key, float]:
     return {key: float(total / shares) for key, (total, shares) in sums.items()}
 
 
-def of_bits(case: Case, gradients: Sequence[Mapping[str, Tensor]]) -> Iterator[Difference]:
+def of_bits(case: Case, gradients: Gradients) -> Iterator[Difference]:
     """Check that gradients that are sums over ranks or micro-batches have more bits than the narrow dtype, see
     `is_narrow`. The gradient of an expert may be a single product over the tokens of all ranks.
     """
@@ -118,7 +117,7 @@ def is_narrow(x: Tensor, dtype: torch.dtype) -> bool:
     return bool((apart <= 4 * count * UNIT).double().mean(0).max() > 0.9)
 
 
-def of_norms(case: Case, gradients: Sequence[Mapping[str, Tensor]], results: Sequence[Result]) -> Iterator[Difference]:
+def of_norms(case: Case, gradients: Gradients, results: Sequence[Result]) -> Iterator[Difference]:
     for step, found in enumerate(gradients):
         norm = nn.utils.get_total_norm([*found.values()]).item()
         for rank, result in enumerate(results):

@@ -42,6 +42,9 @@ from conformance.trace_places import (
 from conformance.trace_recorder import Record, read_records
 from conformance.trace_text import Sentences, short
 
+Call = list[tuple[Record, Key]]
+Layouts = dict[tuple[int, ...], Tensor]  # the tokens of a call, by the shape of a tensor before its columns
+
 
 class Trace:
     """A comparison of all ranks' records with the reference's.
@@ -147,7 +150,7 @@ class Trace:
             self.right[key] = parts[0] if key[3] == "input" else dataclasses.replace(last, x=x)
 
     def read_ranks(self) -> None:
-        calls, orders = dict[tuple[int, int], list[tuple[Record, Key]]](), Orders()
+        calls, orders = dict[tuple[int, int], Call](), Orders()
         for rank in range(self.case.world_size):
             reason, records = read_records(self.case, rank)
             self.reason = self.reason or reason
@@ -188,7 +191,7 @@ class Trace:
                 self.right.setdefault((step, phase, module, kind), Right(as_matrix(whole[name]), order, order))
                 self.add(Local(rank, (step, phase, module, kind), "", *place_of(part, whole[name])))
 
-    def read_call(self, rank: int, found: list[tuple[Record, Key]], layouts: dict[tuple[int, ...], Tensor]) -> None:
+    def read_call(self, rank: int, found: Call, layouts: Layouts) -> None:
         """Add the activations of a call, and their gradients."""
         labels = dict[int, str]()
         for record, key in found:
@@ -211,7 +214,7 @@ class Trace:
     def add(self, each: Local) -> None:
         self.at.setdefault(each.key, []).append(each)
 
-    def layouts(self, found: list[tuple[Record, Key]], orders: Orders) -> dict[tuple[int, ...], Tensor]:
+    def layouts(self, found: Call, orders: Orders) -> Layouts:
         """Find the tokens of a call, for each shape that its tensors have before the columns.
 
         The input of the embedding tells the tokens, if they form a sequence; later tensors can be wrong. Other stages
@@ -220,7 +223,7 @@ class Trace:
         Args:
             orders: those that are known, to which the call's is added.
         """
-        votes, first = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], Tensor]()
+        votes, first = Layouts(), Layouts()
         for record, key in found:
             x, right = record.values.x, self.right[key]
             lead = lead_of(x, right.x)
@@ -230,7 +233,7 @@ class Trace:
                 votes[lead] = votes.get(lead, torch.zeros(1)) + cells
                 if key[2:] == EMBEDDED:
                     first.setdefault(lead, cells.int())
-        tokens = dict[tuple[int, ...], Tensor]()
+        tokens = Layouts()
         for shape, each in votes.items():
             places = torch.arange(len(each))
             own = first.get(shape, torch.zeros_like(each))
