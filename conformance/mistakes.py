@@ -325,10 +325,10 @@ PLANTED: dict[str, list[tuple[str, ...]]] = {
         ("tensor: replicas_counted_on_every_rank", "in shards else 1 / ranks", "in shards else 1.0", "step tp2")],
     "conformance/examples/pipeline.py": [
         ("pipeline: tied_gradients_of_one_end", "dist.all_reduce(shared.grad, group=ends)", "pass", "run pp2 tied"),
-        ("pipeline: tied_gradients_counted_twice", ", lambda p: float(p is not shared or rank == 0)", "", "run pp2 tied"),
+        ("pipeline: tied_gradients_counted_twice", ", share=lambda p: float(p is not shared or rank == 0)", "", "run pp2 tied"),
         ("pipeline: newest_micro_batch_first", "waiting.pop(0)", "waiting.pop()", "step pp2"),
-        ("pipeline: norm_of_one_stage", "return sum_norms(own, limit, lambda p: float(p is not shared or rank == 0))",
-         "return float(nn.utils.clip_grad_norm_(own, limit))", "step pp2")],
+        ("pipeline: norm_of_one_stage", "sum_norms, share=lambda p: float(p is not shared or rank == 0)",
+         "torch.nn.utils.clip_grad_norm_", "step pp2")],
     "conformance/examples/ring.py": [
         ("ring: shift_without_backward", "return shift(gradient, -1)", "return gradient", "step cp2"),
         ("ring: keys_of_the_next_rank", "(rank - i) % ranks  #", "(rank + i) % ranks  #", "step cp4"),

@@ -4,6 +4,7 @@ rank has some of the tokens, and one matrix computes queries, keys and values, a
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -138,9 +139,6 @@ def run(case: Case) -> Result:
             dist.all_reduce(p.grad)
         return float(loss)
 
-    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
-        return sum_norms(own, limit, lambda p: 1.0 if p in split else 1 / ranks)
-
     def parts(tensors: Any) -> dict[str, Part]:
         """Return the parts of transformers' matrices that this rank's tensors hold."""
         found = dict[str, Part]()
@@ -154,6 +152,7 @@ def run(case: Case) -> Result:
                 found[f"{name}.weight"] = Part(part, tuple(start))
         return found
 
+    clip = functools.partial(sum_norms, share=lambda p: 1.0 if p in split else 1 / ranks)
     result = train(case, dict(model.named_parameters()), backward, clip)
     result.gradients, result.weights = [parts(each) for each in result.gradients], parts(result.weights)
     return result

@@ -3,11 +3,12 @@
 Narayanan et al. 2020, arXiv:2006.09503.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from conformance import Case, Result
 from conformance.adapters.loop import chunks, sum_norms, train
@@ -69,7 +70,5 @@ def run(case: Case) -> Result:
             dist.all_reduce(shared.grad, group=ends)
         return float(loss) if rank == last else None
 
-    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
-        return sum_norms(own, limit, lambda p: float(p is not shared or rank == 0))
-
+    clip = functools.partial(sum_norms, share=lambda p: float(p is not shared or rank == 0))
     return train(case, parameters, backward, clip)

@@ -3,6 +3,7 @@
 Shoeybi et al. 2019, arXiv:1909.08053. Embedding, norms and head are whole on every rank.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,23 +69,21 @@ def split(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def run(case: Case) -> Result:
     dist.init_process_group("gloo")
-    model = case.model()
+    model, ranks = case.model(), dist.get_world_size()
     case.require(model.config.model_type == "llama", "biases and norms of heads are not split")
-    case.require(model.config.num_key_value_heads % dist.get_world_size() == 0, "ranks would share key/value heads")
+    case.require(model.config.num_key_value_heads % ranks == 0, "ranks would share key/value heads")
     places, parameters = split(model), dict(model.named_parameters())
+    shards = {parameters[name] for name in places}
 
     def backward(batch: Batch, total: Tensor) -> float:
         return float(accumulate(case, batch, total, lambda piece: logits_of(model, piece)))  # the same on all ranks
-
-    def clip(own: list[nn.Parameter], limit: float) -> Tensor:
-        ranks, shards = dist.get_world_size(), {parameters[name] for name in places}
-        return sum_norms(own, limit, lambda p: 1.0 if p in shards else 1 / ranks)  # replicas count once
 
     def parts(own: Mapping[str, Any]) -> dict[str, Tensor | Part]:
         """Return each tensor with the place of its first element in the whole one."""
         starts = {name: (0, start) if dim else (start, 0) for name, (dim, start) in places.items()}
         return {name: Part(x, starts[name]) if name in starts else x for name, x in own.items()}
 
+    clip = functools.partial(sum_norms, share=lambda p: 1.0 if p in shards else 1 / ranks)  # replicas count once
     result = train(case, parameters, backward, clip)
     result.gradients, result.weights = [parts(each) for each in result.gradients], parts(result.weights)
     return result
