@@ -100,9 +100,10 @@ def waits_of(step: Callable[[], Any]) -> list[str]:
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step()
+        loss = step()
     if ON_GPU:
         torch.cuda.set_sync_debug_mode("default")
+    float(loss)  # waits, so that the GPU is idle when the next step is timed
     return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
 
 

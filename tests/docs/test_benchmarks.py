@@ -20,6 +20,12 @@ def test_benchmark_prints_a_table(name: str) -> None:
     assert len(done.stdout.splitlines()) > 3
 
 
+def test_the_step_whose_waits_are_counted_has_ended_before_others_are_timed() -> None:
+    loss = mock.MagicMock()
+    assert gpu.waits_of(lambda: loss) == []
+    loss.__float__.assert_called_once()
+
+
 @pytest.mark.processes
 def test_a_failing_command_of_make_gpu_ends_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     commands = [
