@@ -8,8 +8,8 @@ import statistics
 from functools import partial
 
 from benchmarks.side_by_side import Variant, check_same_losses, gather, measure, print_markdown
-from benchmarks.torch_pipeline import PP, TORCH_CLASSES, config_of, torch_step
-from benchmarks.workload import TINY, arguments, device_of, model_config, picotron_step, require_gpus, training_of
+from benchmarks.torch_pipeline import MODEL, PP, TORCH_CLASSES, config_of, torch_step
+from benchmarks.workload import TINY, arguments, device_of, picotron_step, require_gpus, training_of
 from workbench.console import number
 from workbench.pipelines import executor
 from workbench.pipelines.planning import training_schedule
@@ -25,7 +25,7 @@ def compared(engine: str, micro_batches: int, runs: int, steps: int) -> list[str
     """
     seconds, memories = [], []
     layout = {"pp_size": PP, "pp_engine": engine}
-    ours = partial(picotron_step, gradient_accumulation_steps=micro_batches)
+    ours = partial(picotron_step, shape=MODEL, gradient_accumulation_steps=micro_batches)
     for _ in range(runs):
         variants = [Variant("torch", torch_step, (engine, micro_batches), PP), Variant("picotron", ours, (layout,), PP)]
         results = measure(variants, 2, steps)
@@ -41,7 +41,7 @@ def compared(engine: str, micro_batches: int, runs: int, steps: int) -> list[str
 def recorded(rank: int, engine: str, micro_batches: int, turns: int) -> list[list[Span]]:
     """Let an executor run training steps without the optimizer, and return the spans of this rank in each of them."""
     config, device = config_of(engine, micro_batches), device_of(rank)
-    _, model, loader = training_of(config, device, model_config())
+    _, model, loader = training_of(config, device, MODEL)
     run, steps = executor.Executor(training_schedule(config)), []
     for _ in range(turns + 1):
         recorder = Recorder(device)

@@ -31,6 +31,7 @@ from workbench.pipelines.planning import training_schedule
 from workbench.variants.choose import build_stage
 
 PP = 2
+MODEL = model_config(tied=False)  # torch's stages do not sum the gradients of tied embeddings
 TORCH_CLASSES: dict[str, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B} | CLASSES  # zb_h1: one stage per rank
 
 
@@ -80,7 +81,7 @@ def torch_step(rank: int, engine: str, micro_batches: int) -> Callable[[], Any]:
     if ours.splits_backward:
         mock.patch.object(LinearCrossEntropy, "backward", staticmethod(repeatable_backward)).start()
     # without data parallelism, because torch reads `grad` instead of `main_grad`
-    held = build_stage(*parts_of(config, device, torch.float32, model_config()))
+    held = build_stage(*parts_of(config, device, torch.float32, MODEL))
     for module in held.modules():  # torch splits the backward of any graph and does not need picotron's `split_linear`
         if hasattr(module, "product"):
             module.product = F.linear

@@ -148,6 +148,8 @@ def tensor_parallel_step(rank: int, sequence_parallel: bool) -> Callable[[], Any
         model = Llama(model_config())
     materialise(model, device, initial_weights(model_config(), config.training.seed))
     parallelize_module(model, init_device_mesh(device.type, (RANKS,)), parallelize_plan(sequence_parallel))
+    if model_config().tie_word_embeddings:  # which `parallelize_module` has parted
+        model.lm_head.weight = model.model.embed_tokens.weight
     optimizer, loader = torch_adamw(model.parameters()), loader_of(config, device)
     # Without targets, the model returns logits: picotron's loss knows no DTensors.
     step = torch_step(model, optimizer, loader, lambda batch: model(**batch), norm_of_mixed)

@@ -44,9 +44,9 @@ LAYERS: int = SHAPE["num_hidden_layers"]
 SEQ_LENGTH, MICRO_BATCH, MICRO_BATCHES = {"tiny": (32, 2, 4), "GPU": (2048, 4, 4), "CPU": (512, 2, 4)}[KIND]
 
 
-def model_config(layers: int = LAYERS, seq_length: int = SEQ_LENGTH) -> LlamaConfig:
+def model_config(layers: int = LAYERS, seq_length: int = SEQ_LENGTH, tied: bool = KIND != "CPU") -> LlamaConfig:
     shape = SHAPE | {"num_hidden_layers": layers}
-    return LlamaConfig(**shape, max_position_embeddings=seq_length, tie_word_embeddings=ON_GPU)
+    return LlamaConfig(**shape, max_position_embeddings=seq_length, tie_word_embeddings=tied)
 
 
 def run_config(layout: dict[str, Any], **training: Any) -> Config:
