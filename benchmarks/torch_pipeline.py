@@ -25,12 +25,13 @@ from benchmarks.workload import (
 )
 from picotron import process_group_manager as pgm
 from picotron.config import Config
-from picotron.model.cross_entropy import LinearCrossEntropy
+from picotron.model.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from workbench.pipelines.modules import LlamaStages
 from workbench.pipelines.planning import training_schedule
 from workbench.variants.choose import build_stage
 
 PP = 2
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # of what picotron's stages send, and of its head
 MODEL = model_config(tied=False)  # torch's stages do not sum the gradients of tied embeddings
 TORCH_CLASSES: dict[str, Any] = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B} | CLASSES  # zb_h1: one stage per rank
 
@@ -55,15 +56,21 @@ class TorchStage(nn.Module):
         self.llama = [llama]  # in a list, so that it is not a submodule: a rank can have several stages
         self.register_buffer("positions", torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1))
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Any = None) -> Tensor:
         (llama,) = self.llama
         with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
             y = llama.run_layers(
                 llama.embed(x) if self.embedding else x, self.positions, self.layers, llama.attention_fn
             )
-            if self.head is not None:
-                return llama.logits_or_loss(y, targets)
-            return y.to(torch.bfloat16) if ON_GPU else y  # the dtype that picotron's stages send
+            if self.head is None:
+                return y.to(DTYPE)
+            # Of the loss's products, autocast would cast the operands, but not the tensors that hold the results.
+            return llama.logits_or_loss(
+                y,
+                loss_fn=lambda head, x: linear_cross_entropy(
+                    x.to(DTYPE), head.weight.to(DTYPE), targets, head.vocabulary
+                ),
+            )
 
 
 def repeatable_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
