@@ -355,7 +355,8 @@ def forecast(config: Config, model: "PreTrainedConfig", plan: SchedulePlan, hard
     held = [list(plan.stages_of(rank).values()) for rank in range(pp)]
     optimizer = max(clock.optimizer(clock.parameters(stages)) for stages in held)
     busiest, dp = max(ranks, key=sum), clock.exposed_dp(plan, timeline) + clock.tied(plan.last_rank)
-    seconds = Seconds(*busiest, pipeline - instant, instant - sum(busiest), dp, optimizer)
+    idle = round(instant - sum(busiest), 12) + 0.0  # without what is left of rounding, and without its sign
+    seconds = Seconds(*busiest, pipeline - instant, idle, dp, optimizer)
     rate = config.global_batch_size * config.training.seq_length / sum(seconds)
     peak = hardware.peak * layout.world_size * (config.model.dtype == "bfloat16")
     mfu = rate * model_cost(model, config.training.seq_length).flops / peak if peak else None
