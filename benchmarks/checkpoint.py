@@ -70,7 +70,8 @@ class Run:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.llama.named_parameters():
             shard = placement(parameter).shard
-            for kind, tensor in {"model": parameter.detach(), **self.optimizer.state_of(parameter)}.items():
+            for kind, each in {"model": parameter, **self.optimizer.state_of(parameter)}.items():
+                tensor = each.detach()  # master weights need gradients, too
                 sharded = shard is not None and mesh is not None
                 tensors[f"{kind}.{name}"] = DTensor.from_local(tensor, mesh, [Shard(shard.dim)]) if sharded else tensor
         return tensors
