@@ -182,6 +182,8 @@ if __name__ == "__main__":
         remedy = "run `make setup`, and activate the environment: source .venv/bin/activate"
         sys.exit(f"error: {error.name} is not installed here; {remedy}")
     except OSError as error:
+        if not error.filename:
+            raise
         sys.exit(f"error: {error.filename}: {error.strerror}; work in a clone of this repository that you may write to")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")

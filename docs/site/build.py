@@ -196,5 +196,7 @@ if __name__ == "__main__":
     except UserError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
+        if not error.filename:
+            raise
         sys.exit(f"error: {error.filename}: {error.strerror}; work in a clone of this repository that you may write to")
     print("site/index.html; to see it: python -m http.server --directory site")

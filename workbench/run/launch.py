@@ -117,6 +117,11 @@ def has_gpu_per_rank() -> bool:
     return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def has_bfloat16_attention(device: torch.device) -> bool:
+    """Return whether a GPU has kernels of attention in bfloat16: Ampere and later ones."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def set_up_device(config: Config) -> torch.device:
     """Select this process's device, and set its number of threads and the level of its log of pipeline actions.
 
@@ -141,13 +146,14 @@ def set_up_device(config: Config) -> torch.device:
         # some versions of torch read it when they are imported.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(local_rank)
-    layout, has_blocks = config.distributed, torch.cuda.get_device_capability() >= (8, 0)  # in bfloat16: Ampere
-    if layout.cp_size > 1 and layout.cp_engine != "ulysses" and config.model.dtype == "bfloat16" and not has_blocks:
+    layout, device = config.distributed, torch.device("cuda", local_rank)
+    needs_kernel = layout.cp_size > 1 and layout.cp_engine != "ulysses" and config.model.dtype == "bfloat16"
+    if needs_kernel and not has_bfloat16_attention(device):
         raise UserError(
             f"distributed.cp_engine={layout.cp_engine!r} has no kernel for model.dtype='bfloat16' on "
-            f"{torch.cuda.get_device_name()}; use model.dtype='float16', or cp_engine='ulysses'"
+            f"{torch.cuda.get_device_name(device)}; use model.dtype='float16', or cp_engine='ulysses'"
         )
-    return torch.device("cuda", local_rank)
+    return device
 
 
 def keep_freed_memory() -> None:

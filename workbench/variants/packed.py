@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron.model.llama import AttentionFn, Llama, fused_attention
+from workbench.run.launch import has_bfloat16_attention
 
 SHARES_HEADS = torch.__version__ >= "2.12"  # varlen_attn has enable_gqa
 
@@ -42,7 +43,7 @@ class PackedDocuments:
         Args:
             cu_seqlens: the boundaries on the CPU. (From a GPU, the CPU would wait for them.)
         """
-        has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
+        has_kernel = device.type == "cuda" and has_bfloat16_attention(device)
         return cls(tuple(cu_seqlens.tolist()), cu_seqlens.to(device, torch.int32, non_blocking=True), has_kernel)
 
 
